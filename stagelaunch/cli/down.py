@@ -1,0 +1,64 @@
+"""``stagelaunch down``: stop a deployment and wait until it is gone."""
+
+from __future__ import annotations
+
+import os
+import select
+from pathlib import Path
+
+import click
+
+from stagelaunch.cli.target import find_target
+from stagelaunch.core.errors import ExitCode, NotRunningError
+from stagelaunch.supervisor.client import request
+from stagelaunch.supervisor.runtime import Runtime
+
+
+@click.command()
+@click.argument("target")
+@click.option("--now", is_flag=True, help="Kill the stages instead of asking them first.")
+@click.option("--timeout", "timeout_s", default=60.0, show_default=True, help="Seconds to wait for the end.")
+@click.option("--runtime-dir", type=click.Path(path_type=Path), help="Where deployments keep their sockets.")
+def down(target: str, now: bool, timeout_s: float, runtime_dir: Path | None) -> int:
+    """Stop the deployment TARGET (its name or config file). Exit 0, or 71 if something is left."""
+    runtime = find_target(target, runtime_dir).runtime
+    name = runtime.directory.name
+    try:
+        pidfd = _open_supervisor(runtime)
+        for _ in range(2 if now else 1):
+            request(runtime, "POST", "/v1/down")
+    except NotRunningError as error:
+        click.echo(f"stagelaunch: {error}", err=True)
+        return error.exit_code
+    if not _wait(pidfd, timeout_s):
+        click.echo(
+            f"stagelaunch: {name} is still stopping after {timeout_s:g}s; see: stagelaunch status {name}", err=True
+        )
+        return ExitCode.CLEANUP_INCOMPLETE
+    leftovers = runtime.read_state().get("leftovers", [])
+    for text in leftovers:
+        click.echo(f"stagelaunch: LEFT BEHIND: {text}", err=True)
+    if leftovers:
+        return ExitCode.CLEANUP_INCOMPLETE
+    click.echo(f"{name} is down; device memory is back")
+    return ExitCode.OK
+
+
+def _open_supervisor(runtime: Runtime) -> int:
+    """A pidfd of the live supervisor: unlike its pid, it cannot come to mean another process."""
+    pid = runtime.live_pid()
+    name = runtime.directory.name
+    if pid is None:
+        raise NotRunningError(f"cannot stop deployment {name}: it is not running")
+    try:
+        return os.pidfd_open(pid)
+    except ProcessLookupError:
+        raise NotRunningError(f"cannot stop deployment {name}: it is not running") from None
+
+
+def _wait(pidfd: int, timeout_s: float) -> bool:
+    """Whether the process ended in time."""
+    try:
+        return bool(select.select([pidfd], [], [], timeout_s)[0])
+    finally:
+        os.close(pidfd)

@@ -1,0 +1,115 @@
+"""Status and probe answers as text for people. Input is the JSON the control socket gives."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from stagelaunch.core.units import format_duration, format_size
+
+TERMS = ("budget", "context", "weights", "activations", "non_torch", "graphs", "margin", "kv")
+
+
+def render_status(body: dict[str, Any]) -> str:
+    """The deployment in one page: phases, the memory ledger of each stage, and of each device."""
+    took = "" if body["boot_s"] is None else f", booted in {format_duration(body['boot_s'])}"
+    head = f"{body['name']}: {body['state']} (supervisor pid {body['pid']}{took})"
+    blocks = [head, _stages(body["stages"])]
+    if any(stage["ledger"] for stage in body["stages"]):
+        blocks += [_ledgers(body["stages"]), _sources(body["stages"])]
+    return "\n\n".join([*blocks, _devices(body)])
+
+
+def _stages(stages: list[dict[str, Any]]) -> str:
+    rows = [("stage", "pid", "device", "phase", "for", "progress")]
+    for stage in stages:
+        elapsed = format_duration(stage["phase_elapsed_s"]) if stage["phase"] else ""
+        rows.append(
+            (stage["name"], str(stage["pid"] or "-"), str(stage["device"]), stage["phase"] or "not started", elapsed,
+             _progress(stage))
+        )  # fmt: skip
+    return table(rows, right=(1, 2, 4))
+
+
+def _progress(stage: dict[str, Any]) -> str:
+    if stage.get("waits_for") is not None:
+        return f"waits for the device lock: {'; '.join(stage['waits_for']) or 'nobody on record'}"
+    progress = stage.get("progress")
+    if not progress or not progress["total"]:
+        return ""
+    return f"{100 * progress['done'] // progress['total']} % of {_amount(progress)}"
+
+
+def _amount(progress: dict[str, Any]) -> str:
+    return format_size(progress["total"]) if progress["unit"] == "bytes" else f"{progress['total']} {progress['unit']}"
+
+
+def _ledgers(stages: list[dict[str, Any]]) -> str:
+    """Budget minus everything that is used is what becomes KV cache."""
+    rows = [("memory ledger", *TERMS, "unspent", "KV blocks")]
+    for stage in stages:
+        ledger = stage["ledger"]
+        if ledger is None:
+            continue
+        sizes = [format_size(ledger["terms"][name]["bytes"]) for name in TERMS]
+        blocks = str(ledger["num_blocks"]) if ledger["block_bytes"] else "no KV"
+        mark = "" if stage["ledger_is_final"] else " (before capture)"
+        rows.append((stage["name"] + mark, *sizes, format_size(ledger["unspent_bytes"]), blocks))
+    return table(rows, right=range(1, 11))
+
+
+def _sources(stages: list[dict[str, Any]]) -> str:
+    """How each term became known; one line where all stages agree."""
+    lines = ["where the terms come from"]
+    for name in TERMS:
+        sources: dict[str, list[str]] = {}
+        for stage in stages:
+            if stage["ledger"] is not None:
+                sources.setdefault(stage["ledger"]["terms"][name]["source"], []).append(stage["name"])
+        texts = [text if len(sources) == 1 else f"{text} ({', '.join(who)})" for text, who in sources.items()]
+        lines.append(f"  {name:<12} {'; '.join(texts)}")
+    return "\n".join(lines)
+
+
+def _devices(body: dict[str, Any]) -> str:
+    rows = [("device", "total", "free before", "free now", "given to stages", "held by stages")]
+    for device in body["devices"]:
+        here = [stage for stage in body["stages"] if stage["device"] == device["index"]]
+        budgets = sum(stage["ledger"]["terms"]["budget"]["bytes"] for stage in here if stage["ledger"])
+        pids = {stage["pid"] for stage in here}
+        held = [process["size_bytes"] for process in device["processes"] if process["pid"] in pids]
+        known = [size for size in held if size is not None]
+        rows.append(
+            (str(device["index"]), format_size(device["total_bytes"]), format_size(device["free_before_bytes"]),
+             format_size(device["free_bytes"]), format_size(budgets) if budgets else "-",
+             format_size(sum(known)) if known else "-")
+        )  # fmt: skip
+    return table(rows, right=range(6))
+
+
+def render_probes(results: list[dict[str, Any]]) -> str:
+    """One line per probed stage."""
+    rows = [("stage", "batch", "output", "took", "graph against eager")]
+    for result in results:
+        if result.get("error"):
+            rows.append((result["stage"], "-", "-", "-", f"FAILED: {result['error']}"))
+            continue
+        verdict = "no graph captured" if not result["through_graph"] else _difference(result["max_abs_diff"])
+        shape = "x".join(map(str, result["output_shape"]))
+        rows.append((result["stage"], str(result["batch_size"]), shape, format_duration(result["elapsed_s"]), verdict))
+    return table(rows, right=(1, 3))
+
+
+def _difference(max_abs_diff: float) -> str:
+    return "identical" if max_abs_diff == 0 else f"differs by up to {max_abs_diff:.3g}"
+
+
+def table(rows: Sequence[Sequence[str]], *, right: Iterable[int] = ()) -> str:
+    """Columns aligned by spaces; those in ``right`` flush right."""
+    columns = set(right)
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    lines = (
+        "  ".join(cell.rjust(w) if i in columns else cell.ljust(w) for i, (cell, w) in enumerate(zip(row, widths)))
+        for row in rows
+    )
+    return "\n".join(line.rstrip() for line in lines)

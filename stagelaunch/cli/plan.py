@@ -1,0 +1,125 @@
+"""``stagelaunch plan``: what a deployment needs and whether it fits. Creates and changes nothing."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import click
+
+from stagelaunch.cli.machine import list_devices, simulated_machine
+from stagelaunch.config_file import LoadedDeployment, load_deployment
+from stagelaunch.core.admission import Holder
+from stagelaunch.core.config_rules import ENGINE_QWEN3_OMNI
+from stagelaunch.core.errors import CheckpointError, UsageError
+from stagelaunch.core.plan import Plan, make_plan, plan_to_json, refusal
+from stagelaunch.core.plan_text import render_plan
+from stagelaunch.core.units import parse_size
+
+_SHOWN_FAULTS = 3
+
+
+@click.command()
+@click.argument("config", type=click.Path(path_type=Path))
+@click.option("--json", "as_json", is_flag=True, help="Print the plan as JSON.")
+@click.option(
+    "--device-total",
+    "device_totals",
+    multiple=True,
+    metavar="SIZE|N=SIZE,...",
+    help="Plan for devices of this size (80GiB, or 0=80GiB,1=141GiB) instead of the ones at hand. Repeatable.",
+)
+def plan(config: Path, as_json: bool, device_totals: tuple[str, ...]) -> None:
+    """Show what the deployment CONFIG needs and whether it fits.
+
+    Without --device-total the devices of this machine are asked, also for what is free now.
+    """
+    loaded = load_deployment(config)
+    made = _planned(loaded, device_totals)
+    click.echo(json.dumps(plan_to_json(made), indent=2) if as_json else render_plan(made))
+    if (error := refusal(made)) is not None:
+        raise error
+
+
+def _planned(loaded: LoadedDeployment, device_totals: Sequence[str]) -> Plan:
+    deployment = loaded.deployment
+    if device_totals:
+        totals = parse_device_totals(device_totals, deployment.device_indices)
+        return make_plan(deployment, totals, _weights_bytes(loaded))
+    devices = list_devices(deployment.backend, simulated_machine(loaded))
+    return make_plan(
+        deployment,
+        {info.index: info.total_bytes for info in devices},
+        _weights_bytes(loaded),
+        free_bytes={info.index: info.free_bytes for info in devices},
+        holders={
+            info.index: [Holder(process.pid, process.size_bytes, name=process.name) for process in info.processes]
+            for info in devices
+        },
+    )
+
+
+def parse_device_totals(texts: Sequence[str], used: Sequence[int]) -> dict[int, int]:
+    """Bytes by device index. A bare size is for every device in ``used``; one with an index overrules it.
+
+    UsageError for what is neither, or gives one device twice.
+    """
+    common: int | None = None
+    single: dict[int, int] = {}
+    for item in (part.strip() for text in texts for part in text.split(",")):
+        index_text, separator, size_text = item.rpartition("=")
+        if not separator:
+            if common is not None:
+                raise _wrong_total(item, "a size for all devices is given twice")
+            common = _total(item, size_text)
+        elif not re.fullmatch(r"[0-9]{1,9}", index_text):
+            raise _wrong_total(item, f"{index_text!r} is not a device number")
+        elif int(index_text) in single:
+            raise _wrong_total(item, f"device {int(index_text)} is given twice")
+        else:
+            single[int(index_text)] = _total(item, size_text)
+    everywhere = {} if common is None else dict.fromkeys(used, common)
+    return dict(sorted({**everywhere, **single}.items()))
+
+
+def _total(item: str, size_text: str) -> int:
+    try:
+        size_bytes = parse_size(size_text)
+    except (ValueError, OverflowError) as error:
+        raise _wrong_total(item, str(error)) from None
+    if not 0 < size_bytes < 2**53:
+        raise _wrong_total(item, "no device has that size")
+    return size_bytes
+
+
+def _wrong_total(item: str, why: str) -> UsageError:
+    return UsageError(f"cannot read --device-total {item!r}: {why}; write 80GiB, or 0=80GiB,1=141GiB")
+
+
+def _weights_bytes(loaded: LoadedDeployment) -> Mapping[int, int]:
+    """Weights by stage id, from the checkpoint's headers; empty, with a note on stderr, where it is not readable."""
+    from stagelaunch.weights.index import read_index
+
+    stages = [stage for stage in loaded.deployment.stages if stage.engine == ENGINE_QWEN3_OMNI]
+    if not stages:
+        return {}
+    try:
+        index = read_index(loaded.model_dir)
+    except CheckpointError as error:
+        _note_unreadable(loaded.model_dir, error)
+        return {}
+    by_component: dict[str, int] = {}
+    for name, entry in index.tensors.items():
+        component = name.partition(".")[0]
+        by_component[component] = by_component.get(component, 0) + entry.end - entry.begin
+    return {stage.id: by_component[stage.component] for stage in stages if stage.component in by_component}
+
+
+def _note_unreadable(model_dir: Path, error: CheckpointError) -> None:
+    if not model_dir.exists():
+        click.echo(f"note: planned without weight sizes: no checkpoint in {model_dir}", err=True)
+        return
+    for fault in error.faults[:_SHOWN_FAULTS]:
+        click.echo(f"note: planned without weight sizes: {fault}", err=True)

@@ -1,0 +1,64 @@
+"""``stagelaunch status``: what runs here and how far it is."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import click
+
+from stagelaunch.cli.pages import render_status
+from stagelaunch.cli.target import find_target
+from stagelaunch.core.errors import ExitCode, NotRunningError
+from stagelaunch.supervisor.client import request
+from stagelaunch.supervisor.runtime import Runtime, list_runtimes
+
+
+@click.command()
+@click.argument("target", required=False)
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@click.option("--runtime-dir", type=click.Path(path_type=Path), help="Where deployments keep their sockets.")
+def status(target: str | None, as_json: bool, runtime_dir: Path | None) -> int:
+    """Show the deployment TARGET (its name or config file), or every deployment of this user.
+
+    Exit 0 when every deployment shown is ready, 1 otherwise.
+    """
+    runtimes = list_runtimes(runtime_dir) if target is None else (find_target(target, runtime_dir).runtime,)
+    bodies = [_body(runtime) for runtime in runtimes]
+    if as_json:
+        click.echo(json.dumps(bodies if target is None else bodies[0], indent=2))
+    else:
+        click.echo("\n\n".join(map(_page, bodies)) or "no deployment has run here")
+    all_ready = bool(bodies) and all(body["state"] == "ready" for body in bodies)
+    return ExitCode.OK if all_ready else ExitCode.STAGE_FAILED
+
+
+def _body(runtime: Runtime) -> dict[str, Any]:
+    try:
+        return request(runtime, "GET", "/v1/status")
+    except NotRunningError:
+        return {"name": runtime.directory.name, "state": "stopped", "last_run": _last_run(runtime)}
+
+
+def _last_run(runtime: Runtime) -> dict[str, Any] | None:
+    """How the last supervisor ended, if one has run; ``died`` when it could not say."""
+    state = runtime.read_state()
+    if not state:
+        return None
+    return state if state.get("state") == "ended" else {**state, "state": "died"}
+
+
+def _page(body: dict[str, Any]) -> str:
+    if body["state"] != "stopped":
+        return render_status(body)
+    match body["last_run"]:
+        case None:
+            return f"{body['name']}: not running; it has not run here"
+        case {"state": "died", "pid": pid}:
+            return f"{body['name']}: not running; its last supervisor (pid {pid}) died without cleaning up"
+        case {"first_failure": {"stage": stage, "phase": phase, "text": text}, "exit_code": code}:
+            where = f"stage {stage} in phase {phase}: " if stage else ""
+            return f"{body['name']}: not running; the last run failed (exit {code}): {where}{text.splitlines()[0]}"
+        case last:
+            return f"{body['name']}: not running; the last run ended with exit code {last.get('exit_code')}"

@@ -1,0 +1,167 @@
+"""``stagelaunch up``: boot a deployment and stay with it, or leave it to a process of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import IO, Any
+
+import click
+
+from stagelaunch.cli.machine import simulated_machine
+from stagelaunch.cli.pages import render_status
+from stagelaunch.cli.target import Target, find_target
+from stagelaunch.core import failure
+from stagelaunch.core.errors import ExitCode, StagelaunchError, UsageError
+from stagelaunch.core.outcome import Outcome
+from stagelaunch.core.units import format_duration
+from stagelaunch.supervisor.run import Listener, run_deployment
+from stagelaunch.system.log_file import tail
+
+
+@click.command()
+@click.argument("config")
+@click.option("--detach", is_flag=True, help="Leave the deployment to a process of its own and return.")
+@click.option("--wait", is_flag=True, help="With --detach: return when every stage is ready, or the boot has failed.")
+@click.option("--runtime-dir", type=click.Path(path_type=Path), help="Where sockets and logs go.")
+@click.option("--notify-fd", type=int, hidden=True, help="Tell progress to this descriptor, one JSON object a line.")
+def up(config: str, detach: bool, wait: bool, runtime_dir: Path | None, notify_fd: int | None) -> int:
+    """Boot every stage of the deployment in CONFIG, or none.
+
+    In the foreground it stays until Ctrl-C, `stagelaunch down` or the end of a stage.
+    """
+    if wait and not detach:
+        raise UsageError("--wait goes with --detach: in the foreground `up` stays until the end anyway")
+    target = find_target(config, runtime_dir)
+    if target.loaded is None:
+        raise UsageError(f"{config!r} is not a config file; `up` takes the path of a *.yaml or *.json file")
+    if detach:
+        return _detach(config, target, runtime_dir, wait)
+    code = _foreground(target, None if notify_fd is None else os.fdopen(notify_fd, "w"))
+    # Not through the interpreter's exit: it would wait for children that could not be killed.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def _foreground(target: Target, notify: IO[str] | None) -> int:
+    loaded = target.loaded
+    assert loaded is not None
+    voice = _Voice(notify)
+    try:
+        outcome = asyncio.run(run_deployment(loaded, simulated_machine(loaded), target.runtime, voice.listener()))
+    except StagelaunchError as error:
+        voice.ended(error.exit_code, str(error))
+        raise
+    except KeyboardInterrupt:
+        voice.ended(ExitCode.INTERRUPTED, "interrupted before any stage was started")
+        raise
+    text = _ending(target.name, outcome)
+    for line in text.splitlines():
+        click.echo(f"stagelaunch: {line}", err=True)
+    voice.ended(outcome.exit_code, text)
+    return outcome.exit_code
+
+
+def _ending(name: str, outcome: Outcome) -> str:
+    """The last words: the first failure with its evidence, what is left, and the state everything is in."""
+    lines = [] if outcome.first is None else [failure.render(outcome.first, outcome.consequences)]
+    lines += [f"LEFT BEHIND: {text}" for text in outcome.leftovers]
+    state = "clean-up incomplete" if outcome.leftovers else "every stage is gone, device memory is back"
+    lines.append(f"{name} stopped: {state} (exit {int(outcome.exit_code)})")
+    return "\n".join(lines)
+
+
+class _Voice:
+    """Tells people (stderr), the page (stdout) and, when detached, whoever waits (a descriptor)."""
+
+    def __init__(self, notify: IO[str] | None) -> None:
+        self._notify = notify
+        self._began_s = time.monotonic()
+
+    def listener(self) -> Listener:
+        """What the deployment tells."""
+        return Listener(self._say, lambda: self._tell(started=True), self._ready)
+
+    def ended(self, code: int, text: str) -> None:
+        """The last thing said."""
+        self._tell(exit=int(code), text=text)
+
+    def _say(self, text: str) -> None:
+        line = f"[{format_duration(time.monotonic() - self._began_s):>7}] {text}"
+        click.echo(line, err=True)
+        self._tell(line=line)
+
+    def _ready(self, body: dict[str, Any]) -> None:
+        # Flushed: whoever reads a pipe wants it now, not when the deployment ends.
+        click.echo(render_status(body))
+        sys.stdout.flush()
+        self._tell(ready=body)
+        self._close()
+
+    def _tell(self, **event: Any) -> None:
+        if self._notify is None:
+            return
+        try:
+            self._notify.write(json.dumps(event) + "\n")
+            self._notify.flush()
+        except OSError:
+            self._close()
+
+    def _close(self) -> None:
+        if self._notify is not None:
+            with contextlib.suppress(OSError):
+                self._notify.close()
+            self._notify = None
+
+
+def _detach(config: str, target: Target, runtime_dir: Path | None, wait: bool) -> int:
+    target.runtime.create()
+    log_path = target.runtime.log("supervisor")
+    read_fd, write_fd = os.pipe()
+    command = [sys.executable, "-m", "stagelaunch", "up", config, "--notify-fd", str(write_fd)]
+    if runtime_dir is not None:
+        command += ["--runtime-dir", str(runtime_dir.absolute())]
+    with open(log_path, "ab") as log:
+        child = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, pass_fds=(write_fd,), start_new_session=True
+        )
+    os.close(write_fd)
+    with os.fdopen(read_fd) as events:
+        try:
+            return _follow(events, wait, target, log_path)
+        except KeyboardInterrupt:
+            # Whoever waits for the boot owns it: a Ctrl-C here is one there.
+            with contextlib.suppress(ProcessLookupError):
+                child.send_signal(signal.SIGINT)
+            child.wait()
+            raise
+
+
+def _follow(events: IO[str], wait: bool, target: Target, log_path: Path) -> int:
+    """Repeat what the detached process tells until it says enough."""
+    for event in map(json.loads, events):
+        match event:
+            case {"line": line}:
+                click.echo(line, err=True)
+            case {"started": True} if not wait:
+                click.echo(f"{target.name} is booting; follow it with: stagelaunch status {target.name}", err=True)
+                return ExitCode.OK
+            case {"ready": body}:
+                click.echo(render_status(body))
+                return ExitCode.OK
+            case {"exit": code, "text": text}:
+                for line in text.splitlines():
+                    click.echo(f"stagelaunch: {line}", err=True)
+                return int(code)
+    for line in tail(log_path, 20):
+        click.echo(line, err=True)
+    click.echo(f"stagelaunch: the supervisor of {target.name} died; see {log_path}", err=True)
+    return ExitCode.INTERNAL

@@ -1,0 +1,214 @@
+"""What a deployment file may say: the models, their rules, and the JSON Schema. Reads no file.
+
+Attributes carry their unit (``reserve_bytes``); the file uses the plain name (``reserve``). Rules between fields live
+in ``core.config_rules``, which also runs over a file whose fields are partly wrong, so that all faults come in one
+go. ``config_file`` adds line numbers.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic_core import PydanticCustomError
+
+from stagelaunch.core.config_fields import (
+    AT_LEAST_ONE,
+    Count,
+    Duration,
+    Engine,
+    EnvName,
+    EnvValue,
+    Graphs,
+    Index,
+    MachineDevices,
+    Rate,
+    Size,
+    SizeAboveZero,
+    Slug,
+    StageDevices,
+    Text,
+    Utilization,
+    not_empty,
+)
+from stagelaunch.core.config_rules import (
+    ENGINE_QWEN3_OMNI,
+    Conflict,
+    between_timeouts,
+    in_stage,
+    in_whole,
+)
+from stagelaunch.core.units import GIB, MIB
+
+_MODEL = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+
+def _refuse(conflicts: tuple[Conflict, ...]) -> None:
+    if conflicts:
+        text = "; ".join(str(conflict) for conflict in conflicts)
+        raise PydanticCustomError("conflict", "{text}", {"text": text})
+
+
+class Timeouts(BaseModel):
+    """How long things may take. Each bound lies inside the next, so that the narrowest one speaks first."""
+
+    model_config = _MODEL
+
+    phase_s: Duration = Field(default=300.0, alias="phase")
+    """Longest time a stage may work in one phase; waiting for its device lock does not count."""
+    stage_s: Duration = Field(default=600.0, alias="stage")
+    """Longest time from spawn to ready of one stage."""
+    boot_s: Duration = Field(default=900.0, alias="boot")
+    """Longest time until every stage is ready."""
+    lock_s: Duration = Field(default=300.0, alias="lock")
+    """Longest wait for one device lock."""
+    stop_s: Duration = Field(default=15.0, alias="stop")
+    """Grace period between telling all stages to stop and killing them."""
+
+    @model_validator(mode="after")
+    def _bounds_nest(self) -> Timeouts:
+        _refuse(between_timeouts(to_raw(self)))
+        return self
+
+
+class Simulated(BaseModel):
+    """The simulated machine: its devices and what they cost."""
+
+    model_config = _MODEL
+
+    file: Text | None = None
+    """File that holds the devices, relative to the config file; left out: the machine's one file."""
+    devices: MachineDevices
+    """Capacity by device number, like ``{0: 1GiB, 1: 1GiB}``."""
+    context_bytes: Size = Field(default=64 * MIB, alias="context")
+    """What every process pays for its device context."""
+    transfer_bytes_per_s: Rate = Field(default=None, alias="transfer_rate")
+    """Rate of host-to-device copies like ``2GiB/s``; left out: as fast as memory."""
+
+
+class Stage(BaseModel):
+    """One stage of the model: where it runs, what it may take, how much it serves at once."""
+
+    model_config = _MODEL
+
+    id: Index
+    """Number of the stage, unique; in serial order stages boot by it."""
+    name: Slug
+    """Name of the stage, unique; used in every report."""
+    devices: StageDevices
+    """Device numbers as the driver counts them."""
+    component: Text
+    """Part of the model the stage runs: thinker, talker or code2wav for engine qwen3-omni; else the engine's word."""
+    engine: Engine = ENGINE_QWEN3_OMNI
+    """What runs the component: ``qwen3-omni``, or a class of yours as ``package.module:ClassName``."""
+    options: dict[Text, EnvValue] = Field(default_factory=dict)
+    """Settings the engine alone understands, texts by name."""
+    utilization: Utilization | None = None
+    """Budget as a fraction of the device's total memory, all-inclusive. Exactly one of utilization and budget."""
+    budget_bytes: SizeAboveZero | None = Field(default=None, alias="budget")
+    """Budget as a size like ``20GiB`` on each of its devices, all-inclusive. Exactly one of utilization and budget."""
+    max_num_seqs: Count
+    """Largest number of requests in one step."""
+    max_num_batched_tokens: Count
+    """Largest number of tokens in one step; profiled at boot. At least max_num_seqs."""
+    max_model_len: Count
+    """Longest request in tokens; the KV cache must hold one."""
+    block_size: Count = 16
+    """Tokens of one KV-cache block."""
+    graphs: Graphs = None
+    """Batch sizes to capture as graphs, or ``off``; left out: 1, 2, 4, ... and max_num_seqs."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """Number format of weights and KV cache; auto: what the checkpoint says."""
+    env: dict[EnvName, EnvValue] = Field(default_factory=dict)
+    """Environment variables of the stage's process, on top of ours."""
+
+    @model_validator(mode="after")
+    def _fields_agree(self) -> Stage:
+        _refuse(in_stage(to_raw(self)))
+        return self
+
+    @property
+    def demand(self) -> float | int:
+        """The budget as written: a fraction of the total (float) or bytes (int)."""
+        if self.budget_bytes is not None:
+            return self.budget_bytes
+        assert self.utilization is not None  # _fields_agree: exactly one of the two
+        return float(self.utilization)
+
+    @property
+    def capture_sizes(self) -> tuple[int, ...]:
+        """Batch sizes to capture, largest first; empty when graphs are off."""
+        if self.graphs == "off":
+            return ()
+        if self.graphs is not None:
+            return tuple(sorted(self.graphs, reverse=True))
+        powers = {1 << exponent for exponent in range(self.max_num_seqs.bit_length())}
+        return tuple(sorted(powers | {self.max_num_seqs}, reverse=True))
+
+
+class Deployment(BaseModel):
+    """All stages of one model on one machine: they boot together or not at all."""
+
+    model_config = _MODEL
+
+    name: Slug
+    """Name of the deployment; one of a name runs at a time per machine and user."""
+    model: Text
+    """Directory of the checkpoint, relative to the config file."""
+    backend: Literal["cuda", "simulated"]
+    """``cuda``: real GPUs; ``simulated``: devices kept in a file, for machines without one."""
+    order: Literal["overlap", "serial"] = "overlap"
+    """``overlap``: all stages boot together; ``serial``: stages that share a device boot one after another by id."""
+    reserve_bytes: Size = Field(default=2 * GIB, alias="reserve")
+    """Kept free for each stage on each of its devices, on top of its budget."""
+    timeouts: Timeouts = Field(default_factory=Timeouts)
+    """Deadlines; phase < stage < boot and lock < stage."""
+    lock_dir: Text = "/run/lock/stagelaunch"
+    """Directory of the device locks; every deployment on the machine must name the same."""
+    runtime_dir: Text | None = None
+    """Directory of control sockets, logs and reports; left out: one per user."""
+    simulated: Simulated | None = None
+    """The simulated machine; required with backend simulated, refused with cuda."""
+    stages: Annotated[tuple[Stage, ...], AfterValidator(not_empty), AT_LEAST_ONE]
+    """The stages, at least one."""
+
+    @model_validator(mode="after")
+    def _parts_agree(self) -> Deployment:
+        _refuse(in_whole(to_raw(self)))
+        return self
+
+    @property
+    def stage_devices(self) -> dict[int, tuple[int, ...]]:
+        """Devices by stage id: what ``init_groups`` takes."""
+        return {stage.id: stage.devices for stage in self.stages}
+
+    @property
+    def device_indices(self) -> tuple[int, ...]:
+        """Every device any stage uses, ascending."""
+        return tuple(sorted({index for stage in self.stages for index in stage.devices}))
+
+    def stage(self, stage_id: int) -> Stage:
+        """The stage of an id. KeyError for one that does not exist."""
+        for stage in self.stages:
+            if stage.id == stage_id:
+                return stage
+        raise KeyError(stage_id)
+
+
+SECTIONS: dict[str, type[BaseModel]] = {"timeouts": Timeouts, "simulated": Simulated, "stages": Stage}
+
+
+def key_names(model: type[BaseModel]) -> tuple[str, ...]:
+    """The keys a section may have, as users write them."""
+    return tuple(field.alias or name for name, field in model.model_fields.items())
+
+
+def to_raw(model: BaseModel) -> dict[str, Any]:
+    """What a file would say to give this model: the inverse of ``model_validate``."""
+    return model.model_dump(mode="json", by_alias=True, exclude_none=True)
+
+
+def json_schema() -> dict[str, Any]:
+    """JSON Schema (draft 2020-12) of a deployment file. Rules between fields are not in it."""
+    body = Deployment.model_json_schema(by_alias=True)
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **body, "title": "stagelaunch deployment"}

@@ -1,0 +1,171 @@
+"""Every way stagelaunch can refuse or fail: one class per decision a caller can take, with its exit code.
+
+Fields come first and are plain data, so an error survives pickling; the text says what could not be done,
+why, and what to change: ``cannot <verb> <object>: <cause>; <what to change>``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import ClassVar
+
+
+class ExitCode(IntEnum):
+    """What the process tells its caller. 64-78 follow sysexits.h, 124 timeout(1), 130 the shell's Ctrl-C."""
+
+    OK = 0
+    STAGE_FAILED = 1
+    """A stage failed; everything was cleaned up."""
+    DOES_NOT_FIT_NOW = 2
+    """The plan fits the devices, but not beside what occupies them now."""
+    USAGE = 64
+    NO_DEVICE = 69
+    """A device the deployment names is not there, or no driver answers."""
+    INTERNAL = 70
+    """Our bug."""
+    CLEANUP_INCOMPLETE = 71
+    """A process or device memory is left; the report names it."""
+    TEMPORARY = 75
+    """A lock or an admission timed out, or this deployment runs already. Trying later may work."""
+    CONFIG = 78
+    """Config or checkpoint wrong, or a plan that can never fit."""
+    BOOT_DEADLINE = 124
+    INTERRUPTED = 130
+
+
+EXIT_CODE_MEANINGS: dict[ExitCode, str] = {
+    ExitCode.OK: "done",
+    ExitCode.STAGE_FAILED: "a stage failed; clean-up complete",
+    ExitCode.DOES_NOT_FIT_NOW: "the plan does not fit now: other processes hold the memory",
+    ExitCode.USAGE: "wrong usage of the command line",
+    ExitCode.NO_DEVICE: "no usable device",
+    ExitCode.INTERNAL: "internal error: our bug",
+    ExitCode.CLEANUP_INCOMPLETE: "clean-up incomplete: a process or device memory is left",
+    ExitCode.TEMPORARY: "a lock or the admission timed out, or the deployment is running already",
+    ExitCode.CONFIG: "config or checkpoint wrong, or the plan can never fit",
+    ExitCode.BOOT_DEADLINE: "the boot deadline passed",
+    ExitCode.INTERRUPTED: "interrupted (Ctrl-C)",
+}
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One thing wrong in a file. ``line`` counts from 1; None where the file as a whole is at fault."""
+
+    file: str
+    line: int | None
+    key: str | None
+    text: str
+
+    def __str__(self) -> str:
+        place = self.file if self.line is None else f"{self.file}:{self.line}"
+        return f"{place}: {self.key}: {self.text}" if self.key else f"{place}: {self.text}"
+
+
+class StagelaunchError(Exception):
+    """Base of all errors a user can cause or act on. Its text is one line per finding."""
+
+    exit_code: ClassVar[ExitCode] = ExitCode.INTERNAL
+
+
+class FileFaultsError(StagelaunchError):
+    """A file is wrong; every fault found in it, in one go."""
+
+    exit_code = ExitCode.CONFIG
+
+    def __init__(self, faults: tuple[Fault, ...]) -> None:
+        self.faults = faults
+        super().__init__(faults)
+
+    def __str__(self) -> str:
+        return "\n".join(str(fault) for fault in self.faults)
+
+
+class ConfigError(FileFaultsError):
+    """The deployment file is wrong."""
+
+
+class CheckpointError(FileFaultsError):
+    """The model directory is missing, damaged, or another model."""
+
+
+class FindingsError(StagelaunchError):
+    """A plan was refused; one finding per over-full or unknown device."""
+
+    def __init__(self, findings: tuple[str, ...]) -> None:
+        self.findings = findings
+        super().__init__(findings)
+
+    def __str__(self) -> str:
+        return "\n".join(self.findings)
+
+
+class NeverFitsError(FindingsError):
+    """The plan is larger than the devices."""
+
+    exit_code = ExitCode.CONFIG
+
+
+class DoesNotFitNowError(FindingsError):
+    """The plan fits the devices, but other processes hold the memory now."""
+
+    exit_code = ExitCode.DOES_NOT_FIT_NOW
+
+
+class NoDeviceError(FindingsError):
+    """A device is not there, or no driver answers."""
+
+    exit_code = ExitCode.NO_DEVICE
+
+
+class PlainError(StagelaunchError):
+    """An error that is fully said by its text."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+        super().__init__(text)
+
+
+class LockDirectoryError(PlainError):
+    """The lock directory cannot be used. Never worked around with a private one."""
+
+    exit_code = ExitCode.CONFIG
+
+
+class LockTimeoutError(PlainError):
+    """A lock could not be had in time; the text names its holders."""
+
+    exit_code = ExitCode.TEMPORARY
+
+
+class AlreadyRunningError(PlainError):
+    """This deployment runs already; the text names the process."""
+
+    exit_code = ExitCode.TEMPORARY
+
+
+class NotRunningError(PlainError):
+    """The deployment asked for does not run."""
+
+    exit_code = ExitCode.STAGE_FAILED
+
+
+class StageError(PlainError):
+    """A stage cannot boot; raised inside a worker, reported by the supervisor."""
+
+    exit_code = ExitCode.STAGE_FAILED
+
+
+class BudgetTooSmallError(StageError):
+    """The KV cache cannot hold one request of max_model_len; the text names the budget that would do."""
+
+
+class BudgetOvershootError(StageError):
+    """After capture the stage holds more than its budget and would eat its neighbour."""
+
+
+class UsageError(PlainError):
+    """The command line asks for something that does not exist or does not go together."""
+
+    exit_code = ExitCode.USAGE

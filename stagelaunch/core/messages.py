@@ -1,0 +1,162 @@
+"""What a worker and its supervisor say to each other: one JSON object a line over a socket pair.
+
+``encode`` and ``decode`` are inverse. Times are CLOCK_MONOTONIC seconds, which all processes of a machine share.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from stagelaunch.core.ledger import Ledger, Source, Term
+from stagelaunch.core.phases import LockMode, Phase
+
+
+@dataclass(frozen=True)
+class PhaseBegan:
+    """The worker entered a phase."""
+
+    phase: Phase
+    at_s: float
+
+
+@dataclass(frozen=True)
+class LockWaits:
+    """The worker waits for a device lock; ``holders`` says who has it, as text."""
+
+    phase: Phase
+    mode: LockMode
+    holders: tuple[str, ...]
+    at_s: float
+
+
+@dataclass(frozen=True)
+class LockTaken:
+    """The worker has the lock it waited for."""
+
+    phase: Phase
+    mode: LockMode
+    waited_s: float
+    at_s: float
+
+
+@dataclass(frozen=True)
+class PhaseEnded:
+    """The worker left a phase. ``waited_s`` of it went into waiting for locks."""
+
+    phase: Phase
+    at_s: float
+    waited_s: float
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a phase is; ``unit`` is ``bytes`` or ``graphs``."""
+
+    phase: Phase
+    done: int
+    total: int
+    unit: str
+    at_s: float
+
+
+@dataclass(frozen=True)
+class LedgerKnown:
+    """The stage's ledger: after sizing with the estimated graph term, after capture with the measured one."""
+
+    ledger: Ledger
+    final: bool
+
+
+@dataclass(frozen=True)
+class Ready:
+    """The stage answers probes from now on."""
+
+    at_s: float
+
+
+@dataclass(frozen=True)
+class Failed:
+    """The stage gives up; the process exits after this."""
+
+    phase: Phase
+    error: str
+    """Class name of the exception."""
+    text: str
+    traceback: str
+    exit_code: int
+    """What the deployment should exit with, for an error of ours; 1 otherwise."""
+    at_s: float
+
+
+@dataclass(frozen=True)
+class Probed:
+    """Answer to Probe."""
+
+    request_id: int
+    batch_size: int
+    through_graph: bool
+    max_abs_diff: float
+    output_shape: tuple[int, ...]
+    elapsed_s: float
+    error: str | None = None
+
+
+@dataclass(frozen=True)
+class Probe:
+    """Supervisor to worker: run one step and compare."""
+
+    request_id: int
+
+
+@dataclass(frozen=True)
+class Stop:
+    """Supervisor to worker: let go of the device and leave."""
+
+
+Message = (
+    PhaseBegan | LockWaits | LockTaken | PhaseEnded | Progress | LedgerKnown | Ready | Failed | Probed | Probe | Stop
+)
+
+_KINDS: dict[str, type[Any]] = {kind.__name__: kind for kind in Message.__args__}
+
+
+def encode(message: Message) -> bytes:
+    """One line of JSON, newline included."""
+    body = {"kind": type(message).__name__, **asdict(message)}
+    return json.dumps(body, separators=(",", ":")).encode() + b"\n"
+
+
+def decode(line: bytes) -> Message:
+    """The message of one line. ValueError for anything that is not one."""
+    try:
+        body = json.loads(line)
+        kind = _KINDS[body.pop("kind")]
+        return _build(kind, body)
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        raise ValueError(f"not a message: {line[:200]!r} ({error!r})") from error
+
+
+def _build(kind: type[Any], body: dict[str, Any]) -> Message:
+    if "phase" in body:
+        body["phase"] = Phase(body["phase"])
+    if "mode" in body:
+        body["mode"] = LockMode(body["mode"])
+    for name in ("holders", "output_shape"):
+        if name in body:
+            body[name] = tuple(body[name])
+    if "ledger" in body:
+        body["ledger"] = ledger_from_json(body["ledger"])
+    message: Message = kind(**body)
+    return message
+
+
+def ledger_from_json(body: dict[str, Any]) -> Ledger:
+    """Inverse of ``dataclasses.asdict(ledger)`` after JSON."""
+    terms = {
+        name: Term(int(value["size_bytes"]), Source(value["source"]))
+        for name, value in body.items()
+        if isinstance(value, dict)
+    }
+    return Ledger(num_blocks=int(body["num_blocks"]), block_bytes=int(body["block_bytes"]), **terms)

@@ -1,0 +1,209 @@
+"""What a deployment will do to a machine, before it does: groups, order, memory per device, locks, verdict.
+
+Not the rule of what fits (``core.admission``) and not a measurement: totals, free bytes, holders and weight sizes are
+data the caller read. Called by ``plan`` and by the supervisor before anything starts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from stagelaunch.core.admission import (
+    DeviceVerdict,
+    FreeVerdict,
+    Holder,
+    admission_findings,
+    device_verdicts,
+    free_check,
+    free_verdicts,
+)
+from stagelaunch.core.config import Deployment, Stage
+from stagelaunch.core.errors import DoesNotFitNowError, FindingsError, NeverFitsError, NoDeviceError
+from stagelaunch.core.groups import init_groups
+from stagelaunch.core.phases import STEPS
+from stagelaunch.core.units import format_size
+
+
+@dataclass(frozen=True)
+class StagePlan:
+    """One stage as the plan shows it."""
+
+    stage: int
+    name: str
+    devices: tuple[int, ...]
+    capture_sizes: tuple[int, ...]
+    weights_bytes: int | None
+    """All of its weights, over all its devices; None where the checkpoint was not read."""
+
+
+@dataclass(frozen=True)
+class DevicePlan:
+    """One device: what it has, what is asked of it, what remains."""
+
+    verdict: DeviceVerdict
+    free: FreeVerdict | None
+    """Against what is free now; None where nobody asked the machine, or no stage uses the device."""
+
+    @property
+    def left_bytes(self) -> int | None:
+        """What no stage asks for; None for a device nobody knows."""
+        if self.verdict.total_bytes is None or self.verdict.needed_bytes is None:
+            return None
+        return max(0, self.verdict.total_bytes - self.verdict.needed_bytes)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Everything that can be said before a process starts."""
+
+    deployment: str
+    backend: str
+    order: str
+    groups: tuple[tuple[int, ...], ...]
+    stages: tuple[StagePlan, ...]
+    devices: tuple[DevicePlan, ...]
+    missing: tuple[str, ...]
+    """One finding per device that is not there."""
+    over_full: tuple[str, ...]
+    """One finding per device whose total is too small, and per stage whose weights exceed its budget."""
+    not_now: tuple[str, ...]
+    """One finding per device that would do, were it not for who holds its memory now."""
+
+    @property
+    def findings(self) -> tuple[str, ...]:
+        """Everything that speaks against a boot."""
+        return self.missing + self.over_full + self.not_now
+
+    @property
+    def fits(self) -> bool:
+        """Nothing speaks against a boot."""
+        return not self.findings
+
+
+def make_plan(
+    deployment: Deployment,
+    device_totals: Mapping[int, int],
+    weights_bytes: Mapping[int, int] | None = None,
+    *,
+    free_bytes: Mapping[int, int] | None = None,
+    holders: Mapping[int, Collection[Holder]] | None = None,
+) -> Plan:
+    """The plan of a deployment on devices with these totals, in bytes by device index.
+
+    ``weights_bytes`` by stage id, as far as known. With ``free_bytes`` the plan also says what fits now; it must then
+    have every device that has a total (KeyError).
+    """
+    asks = {stage.id: (stage.devices, stage.demand) for stage in deployment.stages}
+    verdicts = device_verdicts(asks, device_totals, deployment.reserve_bytes)
+    known = [verdict for verdict in verdicts if verdict.total_bytes is not None]
+    fitting = [verdict for verdict in known if verdict.fits]
+    over_full = admission_findings(known) + _too_heavy(deployment.stages, verdicts, weights_bytes or {})
+    return Plan(
+        deployment=deployment.name,
+        backend=deployment.backend,
+        order=deployment.order,
+        groups=tuple(tuple(group) for group in init_groups(deployment.stage_devices)),
+        stages=tuple(_stage_plan(stage, weights_bytes or {}) for stage in deployment.stages),
+        devices=_device_plans(verdicts, free_bytes, holders or {}),
+        missing=tuple(admission_findings(v for v in verdicts if v.total_bytes is None)),
+        over_full=tuple(over_full),
+        # Only of devices that could do: the others have their finding already.
+        not_now=tuple(free_check(fitting, free_bytes, holders or {})) if free_bytes is not None else (),
+    )
+
+
+def refusal(plan: Plan) -> FindingsError | None:
+    """The error to raise for a plan that does not fit, with all its findings; None for one that does.
+
+    What can never fit weighs most, for no waiting and no other machine helps; then a device that is not there.
+    """
+    if plan.over_full:
+        return NeverFitsError(plan.findings)
+    if plan.missing:
+        return NoDeviceError(plan.findings)
+    return DoesNotFitNowError(plan.findings) if plan.not_now else None
+
+
+def _stage_plan(stage: Stage, weights_bytes: Mapping[int, int]) -> StagePlan:
+    return StagePlan(stage.id, stage.name, stage.devices, stage.capture_sizes, weights_bytes.get(stage.id))
+
+
+def _device_plans(
+    verdicts: Sequence[DeviceVerdict], free_bytes: Mapping[int, int] | None, holders: Mapping[int, Collection[Holder]]
+) -> tuple[DevicePlan, ...]:
+    found = free_verdicts(verdicts, free_bytes, holders) if free_bytes is not None else ()
+    free = {item.verdict.device: item for item in found}
+    return tuple(DevicePlan(verdict, free.get(verdict.device)) for verdict in verdicts)
+
+
+def _too_heavy(
+    stages: Sequence[Stage], verdicts: Sequence[DeviceVerdict], weights_bytes: Mapping[int, int]
+) -> list[str]:
+    """One text per stage whose weights alone exceed its budget. How ranks split them is not known: the sum counts."""
+    budgets: dict[int, list[int | None]] = {}
+    for verdict in verdicts:
+        for demand in verdict.demands:
+            budgets.setdefault(demand.stage_id, []).append(demand.budget_bytes)
+    texts: list[str] = []
+    for stage in stages:
+        parts = [part for part in budgets.get(stage.id, []) if part is not None]
+        weights, budget = weights_bytes.get(stage.id, 0), sum(parts)
+        if len(parts) == len(stage.devices) and weights > budget:
+            texts.append(
+                f"stage {stage.id} ({stage.name}): its weights take {format_size(weights)}, its budget is "
+                f"{format_size(budget)}; raise the budget or use larger devices"
+            )
+    return texts
+
+
+def plan_to_json(plan: Plan) -> dict[str, Any]:
+    """The plan as plain JSON; sizes in bytes, null where unknown."""
+    names = {stage.stage: stage.name for stage in plan.stages}
+    return {
+        "deployment": plan.deployment,
+        "backend": plan.backend,
+        "order": plan.order,
+        "groups": [list(group) for group in plan.groups],
+        "stages": [
+            {
+                "stage": stage.stage,
+                "name": stage.name,
+                "devices": list(stage.devices),
+                "capture_sizes": list(stage.capture_sizes),
+                "weights_bytes": stage.weights_bytes,
+            }
+            for stage in plan.stages
+        ],
+        "devices": [_device_json(device, names) for device in plan.devices],
+        "steps": [
+            {"phase": str(step.phase), "step": step.name, "lock": str(step.lock), "why": step.why} for step in STEPS
+        ],
+        "findings": list(plan.findings),
+        "fits": plan.fits,
+    }
+
+
+def _device_json(device: DevicePlan, names: Mapping[int, str]) -> dict[str, Any]:
+    verdict, free = device.verdict, device.free
+    return {
+        "id": verdict.device,
+        "total_bytes": verdict.total_bytes,
+        "demands": [
+            {
+                "stage": demand.stage_id,
+                "name": names[demand.stage_id],
+                "budget_bytes": demand.budget_bytes,
+                "reserve_bytes": verdict.reserve_bytes,
+            }
+            for demand in verdict.demands
+        ],
+        "reserve_bytes": verdict.reserve_bytes,
+        "needed_bytes": verdict.needed_bytes,
+        "shortfall_bytes": verdict.shortfall_bytes,
+        "left_bytes": device.left_bytes,
+        "free_bytes": None if free is None else free.free_bytes,
+        "available_bytes": None if free is None else free.available_bytes,
+        "shortfall_now_bytes": None if free is None else free.shortfall_bytes,
+    }

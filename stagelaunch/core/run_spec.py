@@ -1,0 +1,76 @@
+"""What a worker is told before it starts: one JSON file per run, read by every worker of the deployment.
+
+A file, not arguments: ``Process.start`` can hang for ever on large pickled arguments when the child dies at once.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from stagelaunch.core.inventory import SimulatedMachine
+
+
+@dataclass(frozen=True)
+class StageRun:
+    """Everything one worker needs to boot its stage. Paths are absolute."""
+
+    deployment: str
+    stage_id: int
+    name: str
+    backend: str
+    device_index: int
+    device_uuid: str
+    machine: SimulatedMachine | None
+    lock_dir: Path
+    lock_timeout_s: float
+    engine: str
+    component: str
+    model_dir: Path
+    dtype: str
+    utilization: float | None
+    budget_bytes: int | None
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int
+    block_size: int
+    capture_sizes: tuple[int, ...]
+    options: Mapping[str, str]
+    env: Mapping[str, str]
+    """Set in the worker before any library is imported."""
+    log_path: Path
+
+
+def runs_to_json(runs: tuple[StageRun, ...]) -> str:
+    """The text of the run file."""
+    return json.dumps([_plain(asdict(run)) for run in runs], indent=1)
+
+
+def run_from_json(text: str, stage_id: int) -> StageRun:
+    """The entry of ``stage_id``. KeyError when the file has none."""
+    for body in json.loads(text):
+        if body["stage_id"] == stage_id:
+            return _stage_run(body)
+    raise KeyError(stage_id)
+
+
+def _plain(value: Any) -> Any:
+    match value:
+        case dict():
+            return {str(key): _plain(item) for key, item in value.items()}
+        case Path():
+            return str(value)
+        case _:
+            return value
+
+
+def _stage_run(body: dict[str, Any]) -> StageRun:
+    machine = body["machine"]
+    if machine is not None:
+        totals = {int(index): int(total) for index, total in machine["total_bytes"].items()}
+        machine = SimulatedMachine(**{**machine, "path": Path(machine["path"]), "total_bytes": totals})
+    paths = {name: Path(body[name]) for name in ("lock_dir", "model_dir", "log_path")}
+    return StageRun(**{**body, **paths, "machine": machine, "capture_sizes": tuple(body["capture_sizes"])})

@@ -1,0 +1,1 @@
+"""What a stage runs: an engine builds, loads, profiles, captures and answers; the worker decides when."""

@@ -1,0 +1,106 @@
+"""The protocol between a worker and the model it boots, and how an engine is found by name.
+
+The worker walks the phases, holds the locks and measures; an engine only does what it is told, on the device it is
+given. Engine authors implement ``Engine`` and name it in the config as ``engine: package.module:ClassName``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from importlib import import_module
+from pathlib import Path
+from typing import Protocol, cast
+
+from stagelaunch.core.errors import StageError
+from stagelaunch.core.ledger import KVLayout
+from stagelaunch.devices.base import Device
+
+Progress = Callable[[int, int], None]
+"""Called with (bytes done, bytes in all)."""
+
+BUILT_IN = {"qwen3-omni": "stagelaunch.engines.torch_omni:TorchOmniEngine"}
+
+
+@dataclass(frozen=True)
+class EngineSpec:
+    """What an engine is to build, from the stage's config."""
+
+    component: str
+    model_dir: Path
+    dtype: str
+    """``float32``, ``bfloat16``, ``float16``, or ``auto``: the checkpoint's own."""
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int
+    block_size: int
+    capture_sizes: tuple[int, ...]
+    """Batch sizes to capture, largest first; empty: no graphs."""
+    options: Mapping[str, str] = field(default_factory=dict)
+    """The stage's own ``options`` from the config, passed through."""
+
+
+@dataclass(frozen=True)
+class ProbeResult:
+    """One step through the graph, compared with the same step run eagerly."""
+
+    batch_size: int
+    through_graph: bool
+    max_abs_diff: float
+    output_shape: tuple[int, ...]
+    elapsed_s: float
+
+    @property
+    def matches(self) -> bool:
+        """The graph gives what eager gives."""
+        return self.max_abs_diff == 0.0
+
+
+class Engine(Protocol):
+    """One stage's model. Methods are called in this order, from one thread, each at most as noted."""
+
+    def import_libraries(self) -> None:
+        """Import what the model needs. Touches no device."""
+
+    def allocate_weights(self, device: Device) -> None:
+        """Build the model and allocate its parameters and buffers on ``device``, unfilled."""
+
+    def read_weights(self, progress: Progress) -> None:
+        """Fill what was allocated. Allocates no device memory. Every parameter is filled, or it raises."""
+
+    def run_largest_batch(self) -> None:
+        """One forward of the largest batch the stage may ever see. May be called several times."""
+
+    @property
+    def kv_layout(self) -> KVLayout | None:
+        """Shape of the KV cache; None for a stage without one."""
+
+    def allocate_kv(self, num_blocks: int) -> None:
+        """Allocate a KV cache of ``num_blocks`` blocks, null block included."""
+
+    def release_kv(self) -> None:
+        """Drop the KV cache."""
+
+    def capture(self, size: int) -> None:
+        """Capture the step of batch size ``size``. Called largest first."""
+
+    def release_graphs(self) -> None:
+        """Drop every captured graph and their pool."""
+
+    def probe(self) -> ProbeResult:
+        """One step of a stage that is ready, through its graph when it has one, compared with eager."""
+
+    def close(self) -> None:
+        """Drop everything that lives on the device. Idempotent."""
+
+
+def create_engine(name: str, spec: EngineSpec) -> Engine:
+    """The engine called ``name``: a built-in one, or ``package.module:ClassName``. StageError if there is none."""
+    module_name, _, class_name = BUILT_IN.get(name, name).partition(":")
+    try:
+        factory = getattr(import_module(module_name), class_name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise StageError(
+            f"cannot load engine {name!r}: {error}; name one of {', '.join(BUILT_IN)} or package.module:ClassName"
+        ) from error
+    return cast(Engine, factory(spec))

@@ -1,0 +1,52 @@
+"""Talking to a running supervisor, from any process of its user. Blocking; used by the command line."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import socket
+from typing import Any
+
+from stagelaunch.core.errors import NotRunningError, PlainError
+from stagelaunch.supervisor.runtime import Runtime
+
+
+class _UnixConnection(http.client.HTTPConnection):
+    """HTTP over the control socket of a runtime."""
+
+    def __init__(self, runtime: Runtime, timeout_s: float) -> None:
+        super().__init__("localhost", timeout=timeout_s)
+        self._runtime = runtime
+
+    def connect(self) -> None:
+        """Connect through a directory descriptor: a socket address is at most 107 bytes long."""
+        directory = os.open(self._runtime.directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self.sock.settimeout(self.timeout)
+        try:
+            self.sock.connect(f"/proc/self/fd/{directory}/{self._runtime.socket.name}")
+        finally:
+            os.close(directory)
+
+
+def request(runtime: Runtime, method: str, path: str, timeout_s: float = 10.0) -> dict[str, Any]:
+    """The JSON answer of the deployment's supervisor. NotRunningError when none answers."""
+    name = runtime.directory.name
+    connection = _UnixConnection(runtime, timeout_s)
+    try:
+        connection.request(method, path)
+        response = connection.getresponse()
+        body: dict[str, Any] = json.loads(response.read())
+    except (FileNotFoundError, ConnectionRefusedError) as error:
+        raise NotRunningError(f"cannot reach deployment {name}: it is not running ({runtime.socket})") from error
+    except TimeoutError as error:
+        raise PlainError(
+            f"cannot reach deployment {name}: its supervisor (pid {runtime.live_pid()}) "
+            f"did not answer in {timeout_s:g}s; try again, or look at {runtime.log('supervisor')}"
+        ) from error
+    except (OSError, http.client.HTTPException, ValueError) as error:
+        raise PlainError(f"cannot talk to deployment {name}: {error!r}") from error
+    finally:
+        connection.close()
+    return body

@@ -1,0 +1,200 @@
+"""A deployment from claim to clean-up: what ``stagelaunch up`` runs, once, in the foreground process."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from stagelaunch.config_file import LoadedDeployment
+from stagelaunch.core import failure, launch
+from stagelaunch.core.board import Timeouts
+from stagelaunch.core.config import Deployment
+from stagelaunch.core.errors import NoDeviceError
+from stagelaunch.core.failure import StageFailure
+from stagelaunch.core.groups import init_groups
+from stagelaunch.core.inventory import DeviceInfo, SimulatedMachine
+from stagelaunch.core.outcome import Outcome, memory_leftovers
+from stagelaunch.core.run_spec import runs_to_json
+from stagelaunch.supervisor.admission import Admitted, admit, used_devices
+from stagelaunch.supervisor.control import ControlServer, Handlers
+from stagelaunch.supervisor.runtime import Runtime, write_atomically
+from stagelaunch.supervisor.status import status_body
+from stagelaunch.supervisor.supervisor import Supervisor
+from stagelaunch.system.locks import LockDirectory, holders
+
+ASK_SHARE = 0.8
+"""Of the stop grace: what a ready stage has to answer to being asked before TERM."""
+KILL_WAIT_S = 10.0
+"""How long the kernel gets to remove what was killed."""
+MEMORY_POLL_S = 0.05
+
+
+@dataclass(frozen=True)
+class Listener:
+    """Who is told what, while a deployment runs."""
+
+    say: Callable[[str], None]
+    """One line for people."""
+    on_started: Callable[[], None]
+    """The control socket answers; stages are about to be spawned."""
+    on_ready: Callable[[dict[str, Any]], None]
+    """Every stage is ready; the status as of now."""
+
+
+async def run_deployment(
+    loaded: LoadedDeployment, machine: SimulatedMachine | None, runtime: Runtime, listener: Listener
+) -> Outcome:
+    """Claim, admit, boot, watch, stop, verify. Returns how it ended; raises only before anything was spawned."""
+    runtime.create()
+    with runtime.claim():
+        lock_dir = LockDirectory(loaded.lock_dir)
+        admitted = await admit(loaded, machine, runtime)
+        write_atomically(runtime.run_file, runs_to_json(admitted.runs))
+        runtime.write_state("booting", config=str(loaded.path))
+        outcome = None
+        try:
+            outcome = await _Session(loaded.deployment, admitted, runtime, listener).run()
+        finally:
+            _sweep_lock_records(lock_dir, admitted)
+            runtime.write_state("ended", **_ending(outcome))
+        return outcome
+
+
+class _Session:
+    """One run of one admitted deployment."""
+
+    def __init__(self, deployment: Deployment, admitted: Admitted, runtime: Runtime, listener: Listener) -> None:
+        self._deployment = deployment
+        self._admitted = admitted
+        self._runtime = runtime
+        self._listener = listener
+        self._interrupted = False
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._supervisor = Supervisor(
+            admitted.runs, _policy(deployment), _timeouts(deployment), runtime, listener.say, self._ready
+        )
+
+    async def run(self) -> Outcome:
+        """Boot and watch until every stage is over, then look for what is left."""
+        server = ControlServer(self._runtime, self._handlers())
+        await server.start()
+        self._listen_to_signals()
+        try:
+            self._listener.on_started()
+            result = await self._supervisor.run()
+            leftovers = await self._leftovers(result)
+        finally:
+            await server.close()
+        return Outcome(
+            first=_story(result.first_failure),
+            consequences=tuple(story for f in result.consequences if (story := _story(f)) is not None),
+            was_ready=result.was_ready,
+            interrupted=self._interrupted,
+            leftovers=leftovers,
+        )
+
+    def _handlers(self) -> Handlers:
+        return Handlers(
+            status=self._status,
+            down=lambda: self._supervisor.request_stop("asked over the control socket"),
+            ready_stages=self._ready_stages,
+            probe=self._supervisor.probe,
+        )
+
+    def _listen_to_signals(self) -> None:
+        loop = asyncio.get_running_loop()
+        loop.add_signal_handler(signal.SIGTERM, self._supervisor.request_stop, "SIGTERM")
+        loop.add_signal_handler(signal.SIGINT, self._interrupt)
+
+    def _interrupt(self) -> None:
+        self._interrupted = True
+        self._supervisor.request_stop("Ctrl-C")
+
+    def _ready(self) -> None:
+        task = asyncio.create_task(self._announce_ready())
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _announce_ready(self) -> None:
+        self._runtime.write_state("ready")
+        self._listener.on_ready(await self._status())
+
+    async def _status(self) -> dict[str, Any]:
+        before = self._admitted.devices
+        now = await used_devices(self._deployment, self._admitted.machine)
+        return status_body(self._deployment, self._supervisor, before, now, time.monotonic())
+
+    def _ready_stages(self) -> dict[str, int]:
+        state = self._supervisor.state
+        ready = state.ids({launch.StageState.READY})
+        return {stage.name: stage.id for stage in self._deployment.stages if stage.id in ready}
+
+    async def _leftovers(self, result: launch.LaunchResult) -> tuple[str, ...]:
+        """Processes that survived KILL, and device memory that did not come back within the stop timeout."""
+        pids = self._supervisor.pids()
+        stuck = tuple(
+            f"stage {self._deployment.stage(i).name}: process {pids[i]} survived SIGKILL" for i in result.abandoned
+        )
+        return (*stuck, *await self._memory_left(set(pids.values())))
+
+    async def _memory_left(self, own_pids: set[int]) -> tuple[str, ...]:
+        # SIGKILL returning is not memory released: the driver frees it later.
+        deadline_s = time.monotonic() + self._deployment.timeouts.stop_s
+        while True:
+            texts = await self._memory_missing(own_pids)
+            if not texts or time.monotonic() >= deadline_s:
+                return texts
+            await asyncio.sleep(MEMORY_POLL_S)
+
+    async def _memory_missing(self, own_pids: set[int]) -> tuple[str, ...]:
+        before = self._admitted.devices
+        try:
+            now: dict[int, DeviceInfo] = await used_devices(self._deployment, self._admitted.machine)
+        except NoDeviceError as error:
+            return error.findings
+        return memory_leftovers(before, now, own_pids)
+
+
+def _policy(deployment: Deployment) -> launch.LaunchPolicy:
+    grace_s = deployment.timeouts.stop_s
+    return launch.LaunchPolicy(
+        groups=tuple(tuple(group) for group in init_groups(deployment.stage_devices)),
+        order=launch.Order(deployment.order),
+        max_running_groups=None,
+        on_failure=launch.OnFailure.STOP,
+        ladder=launch.StopLadder(ASK_SHARE * grace_s, grace_s, grace_s + KILL_WAIT_S),
+    )
+
+
+def _timeouts(deployment: Deployment) -> Timeouts:
+    limits = deployment.timeouts
+    return Timeouts(limits.phase_s, limits.stage_s, limits.boot_s, limits.lock_s, limits.stop_s)
+
+
+def _story(found: launch.Failure | None) -> StageFailure | None:
+    if found is None:
+        return None
+    if isinstance(found.cause, StageFailure):
+        return found.cause
+    return StageFailure(None, None, "launch", str(found.cause), 0.0)
+
+
+def _sweep_lock_records(lock_dir: LockDirectory, admitted: Admitted) -> None:
+    """Reading the holders of a device drops the records of dead ones; a killed stage leaves one behind."""
+    for info in admitted.devices.values():
+        holders(lock_dir, info.uuid)
+
+
+def _ending(outcome: Outcome | None) -> dict[str, Any]:
+    if outcome is None:
+        return {"exit_code": None}
+    return {
+        "exit_code": int(outcome.exit_code),
+        "first_failure": None if outcome.first is None else failure.to_json(outcome.first),
+        "consequences": [failure.to_json(other) for other in outcome.consequences],
+        "leftovers": list(outcome.leftovers),
+    }

@@ -1,0 +1,135 @@
+"""Where a running deployment keeps its files, and the lock that lets only one supervisor own it.
+
+RUNTIME/NAME/lock          held by the supervisor for life
+RUNTIME/NAME/state.json    who it is, or how the last run ended
+RUNTIME/NAME/control.sock  where it answers
+RUNTIME/NAME/run.json      what its workers were told
+RUNTIME/NAME/logs/STAGE.log
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock, Timeout
+
+from stagelaunch.core.errors import AlreadyRunningError, ConfigError, Fault
+from stagelaunch.system.process import boot_id, start_time
+
+
+def default_runtime_dir() -> Path:
+    """STAGELAUNCH_RUNTIME_DIR; else /run/stagelaunch for root; else the user's own runtime directory."""
+    explicit = os.environ.get("STAGELAUNCH_RUNTIME_DIR")
+    if explicit:
+        return Path(explicit).absolute()
+    if os.getuid() == 0:
+        return Path("/run/stagelaunch")
+    base = os.environ.get("XDG_RUNTIME_DIR")
+    return Path(base) / "stagelaunch" if base else Path(tempfile.gettempdir()) / f"stagelaunch-{os.getuid()}"
+
+
+def default_simulated_file() -> Path:
+    """STAGELAUNCH_SIMULATED_FILE; else the one file all simulated devices of the machine live in."""
+    return Path(os.environ.get("STAGELAUNCH_SIMULATED_FILE") or "/dev/shm/stagelaunch-simulated-devices")
+
+
+@dataclass(frozen=True)
+class Runtime:
+    """The paths of one deployment."""
+
+    directory: Path
+
+    @classmethod
+    def of(cls, name: str, base: Path | None = None) -> Runtime:
+        """The runtime of the deployment ``name`` below ``base``, or below the default directory."""
+        return cls((base or default_runtime_dir()) / name)
+
+    @property
+    def lock(self) -> Path:
+        """Held for as long as a supervisor lives."""
+        return self.directory / "lock"
+
+    @property
+    def state(self) -> Path:
+        """Who owns the deployment, or how its last run ended."""
+        return self.directory / "state.json"
+
+    @property
+    def socket(self) -> Path:
+        """Where the supervisor answers."""
+        return self.directory / "control.sock"
+
+    @property
+    def run_file(self) -> Path:
+        """What the workers were told."""
+        return self.directory / "run.json"
+
+    @property
+    def logs(self) -> Path:
+        """One file per stage, and the supervisor's own when it is detached."""
+        return self.directory / "logs"
+
+    def log(self, stage: str) -> Path:
+        """The log file of a stage."""
+        return self.logs / f"{stage}.log"
+
+    def create(self) -> None:
+        """Make the directories, for their owner only. ConfigError when that cannot be."""
+        try:
+            self.directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+            self.logs.mkdir(exist_ok=True, mode=0o700)
+        except OSError as error:
+            text = f"cannot use the runtime directory: {error.strerror}; set runtime_dir to one you can write"
+            raise ConfigError((Fault(str(self.directory), None, None, text),)) from error
+
+    def claim(self) -> FileLock:
+        """Become the deployment's one supervisor. AlreadyRunningError names the process that is."""
+        lock = FileLock(self.lock)
+        try:
+            lock.acquire(timeout=0)
+        except Timeout:
+            owner = self.read_state().get("pid", "unknown")
+            raise AlreadyRunningError(
+                f"cannot start deployment {self.directory.name}: it is running already (supervisor pid {owner}); "
+                f"stop it with `stagelaunch down {self.directory.name}`"
+            ) from None
+        return lock
+
+    def write_state(self, state: str, **more: Any) -> None:
+        """Record who we are and how far; replaced atomically, so that a reader never sees half."""
+        body = {"state": state, "pid": os.getpid(), "start": start_time(os.getpid()), "boot": boot_id(), **more}
+        write_atomically(self.state, json.dumps(body))
+
+    def read_state(self) -> dict[str, Any]:
+        """What the last supervisor recorded; empty when there is nothing readable."""
+        try:
+            body = json.loads(self.state.read_text())
+        except (OSError, ValueError):
+            return {}
+        return body if isinstance(body, dict) else {}
+
+    def live_pid(self) -> int | None:
+        """The supervisor that runs now: recorded pid, start time and boot id must all be those of a live process."""
+        state = self.read_state()
+        pid = state.get("pid")
+        if not isinstance(pid, int) or state.get("boot") != boot_id() or state.get("state") == "ended":
+            return None
+        return pid if start_time(pid) == state.get("start") else None
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Replace ``path`` by a file with this text; a reader sees the old or the new one."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary.write_text(text)
+    temporary.replace(path)
+
+
+def list_runtimes(base: Path | None = None) -> tuple[Runtime, ...]:
+    """Every deployment that has left a state file, by name."""
+    root = base or default_runtime_dir()
+    return tuple(Runtime(state.parent) for state in sorted(root.glob("*/state.json")))

@@ -1,0 +1,130 @@
+"""One stage's process as its supervisor holds it: start, listen, signal, reap.
+
+Waited for through a pidfd: ``Process.sentinel`` misreports when the stage forked a child that outlives it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import multiprocessing
+import os
+import signal
+import socket
+from collections.abc import Callable
+from importlib import import_module
+from multiprocessing.context import SpawnProcess
+from pathlib import Path
+
+from stagelaunch.core import messages as m
+
+MAX_LINE_BYTES = 1 << 20
+
+
+def _enter_worker(run_file: str, stage_id: int, supervisor_pid: int, channel: socket.socket) -> None:
+    """First line of the child. By name, so that the supervisor never imports what a worker needs."""
+    import_module("stagelaunch.worker.main").run(run_file, stage_id, supervisor_pid, channel)
+
+
+class StageProcess:
+    """A started worker. ``on_message`` and ``on_exit`` are called from the event loop; ``on_exit`` exactly once."""
+
+    def __init__(
+        self,
+        run_file: Path,
+        stage_id: int,
+        name: str,
+        on_message: Callable[[m.Message], None],
+        on_exit: Callable[[int], None],
+    ) -> None:
+        self.stage_id = stage_id
+        self.name = name
+        self._on_message = on_message
+        self._on_exit = on_exit
+        self._loop = asyncio.get_running_loop()
+        self._buffer = b""
+        ours, theirs = socket.socketpair()
+        with theirs:
+            # daemon=False: a stage may start children of its own. From the main thread: the parent-death signal is
+            # tied to the thread that forks.
+            self._process: SpawnProcess = multiprocessing.get_context("spawn").Process(
+                target=_enter_worker, args=(str(run_file), stage_id, os.getpid(), theirs), name=name, daemon=False
+            )
+            self._process.start()
+        assert self._process.pid is not None
+        self.pid: int = self._process.pid
+        self._pidfd = os.pidfd_open(self.pid)
+        ours.setblocking(False)
+        self._channel = ours
+        self._loop.add_reader(ours, self._read)
+        self._loop.add_reader(self._pidfd, self._reap)
+
+    def send(self, message: m.Message) -> None:
+        """Tell the worker something. One that is gone or does not read is found by its exit or its deadline."""
+        with contextlib.suppress(OSError):
+            self._channel.send(m.encode(message))
+
+    def terminate(self) -> None:
+        """SIGTERM to the leader, and SIGCONT: a stopped process acts on nothing else."""
+        self._signal(signal.SIGTERM)
+        self._signal(signal.SIGCONT)
+
+    def kill(self) -> None:
+        """SIGKILL to the leader and to its whole process group."""
+        self._signal(signal.SIGKILL)
+        self._kill_group()
+
+    def _signal(self, number: signal.Signals) -> None:
+        with contextlib.suppress(ProcessLookupError, OSError):
+            signal.pidfd_send_signal(self._pidfd, number)
+
+    def _kill_group(self) -> None:
+        # Only while the leader is not reaped: until then its pid, and so the group's id, is nobody else's. (A later
+        # Process.start() may have reaped it.) A child that has not called setsid yet has no such group.
+        with contextlib.suppress(ChildProcessError, ProcessLookupError, PermissionError):
+            os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            os.killpg(self.pid, signal.SIGKILL)
+
+    def _read(self) -> None:
+        try:
+            data = self._channel.recv(1 << 16)
+        except BlockingIOError:
+            return
+        except ConnectionResetError:
+            data = b""
+        if not data:
+            self._loop.remove_reader(self._channel)
+            return
+        self._feed(data)
+
+    def _feed(self, data: bytes) -> None:
+        *lines, self._buffer = (self._buffer + data).split(b"\n")
+        if len(self._buffer) > MAX_LINE_BYTES:
+            self._buffer = b""
+        for line in lines:
+            # A library that scribbles on the channel must not take the supervisor down.
+            with contextlib.suppress(ValueError):
+                self._on_message(m.decode(line))
+
+    def _reap(self) -> None:
+        self._loop.remove_reader(self._pidfd)
+        self._drain()
+        self._kill_group()
+        code = self._process.exitcode
+        assert code is not None, "the pidfd said the process is over"
+        self._loop.remove_reader(self._channel)
+        self._channel.close()
+        os.close(self._pidfd)
+        self._process.close()
+        self._on_exit(code)
+
+    def _drain(self) -> None:
+        """Read what the dead worker still said: its last words come before its exit is reported."""
+        while True:
+            try:
+                data = self._channel.recv(1 << 16)
+            except (BlockingIOError, ConnectionResetError):
+                return
+            if not data:
+                return
+            self._feed(data)

@@ -1,0 +1,82 @@
+"""The state of a deployment as JSON: what ``status`` prints and the control socket answers."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from stagelaunch.core.board import StageView
+from stagelaunch.core.config import Deployment
+from stagelaunch.core.inventory import DeviceInfo, device_to_json
+from stagelaunch.core.launch import Mode
+from stagelaunch.core.ledger import Ledger
+from stagelaunch.supervisor.control import API_VERSION
+from stagelaunch.supervisor.supervisor import Supervisor
+
+
+def status_body(
+    deployment: Deployment,
+    supervisor: Supervisor,
+    before: dict[int, DeviceInfo],
+    now: dict[int, DeviceInfo],
+    at_s: float,
+) -> dict[str, Any]:
+    """Everything known about a running deployment; sizes in bytes, times in seconds."""
+    pids = supervisor.pids()
+    views = supervisor.views()
+    return {
+        "version": API_VERSION,
+        "name": deployment.name,
+        "state": deployment_state(supervisor),
+        "pid": os.getpid(),
+        "elapsed_s": at_s - supervisor.began_s,
+        "boot_s": None if supervisor.ready_at_s is None else supervisor.ready_at_s - supervisor.began_s,
+        "stages": [
+            _stage(stage.id, stage.name, stage.devices[0], pids.get(stage.id), views[stage.id], at_s)
+            for stage in deployment.stages
+        ],
+        "devices": [
+            {**device_to_json(now[index]), "free_before_bytes": before[index].free_bytes} for index in sorted(now)
+        ],
+    }
+
+
+def deployment_state(supervisor: Supervisor) -> str:
+    """``booting``, ``ready`` or ``stopping``."""
+    if supervisor.state.is_ready:
+        return "ready"
+    return "stopping" if supervisor.state.mode is Mode.STOPPING else "booting"
+
+
+def _stage(
+    stage_id: int, name: str, device: int, pid: int | None, view: StageView | None, at_s: float
+) -> dict[str, Any]:
+    body: dict[str, Any] = {"id": stage_id, "name": name, "device": device, "pid": pid, "phase": None, "ledger": None}
+    if view is None:
+        return body
+    return {
+        **body,
+        "phase": view.phase,
+        "phase_elapsed_s": at_s - view.phase_began_s,
+        "waits_for": list(view.lock_holders) if view.lock_wait_since_s is not None else None,
+        "progress": None
+        if view.progress is None
+        else {"done": view.progress.done, "total": view.progress.total, "unit": view.progress.unit},
+        "ledger": None if view.ledger is None else ledger_body(view.ledger),
+        "ledger_is_final": view.ledger_is_final,
+        "phases": [
+            {"phase": s.phase, "took_s": s.ended_s - s.began_s, "waited_s": s.waited_s, "began_s": s.began_s}
+            for s in view.spans
+        ],
+    }
+
+
+def ledger_body(ledger: Ledger) -> dict[str, Any]:
+    """A ledger's terms by name, each with its source."""
+    terms = {name: {"bytes": term.size_bytes, "source": term.source} for name, term in ledger.rows()}
+    return {
+        "terms": terms,
+        "num_blocks": ledger.num_blocks,
+        "block_bytes": ledger.block_bytes,
+        "unspent_bytes": ledger.unspent_bytes,
+    }

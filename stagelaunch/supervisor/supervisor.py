@@ -1,0 +1,285 @@
+"""The supervisor's loop: turns what processes do into events for ``core.launch`` and its commands into deeds.
+
+Decides nothing about order, failure or stopping. Single-threaded: everything runs on one asyncio loop, in the main
+thread, because a child's parent-death signal is tied to the thread that started it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from stagelaunch.core import board, launch
+from stagelaunch.core import messages as m
+from stagelaunch.core.board import StageView, Timeouts
+from stagelaunch.core.errors import ExitCode
+from stagelaunch.core.failure import StageFailure, exited
+from stagelaunch.core.launch import LaunchResult, LaunchState
+from stagelaunch.core.narrate import narrate
+from stagelaunch.core.phases import Phase
+from stagelaunch.core.run_spec import StageRun
+from stagelaunch.supervisor.runtime import Runtime
+from stagelaunch.supervisor.stage_process import StageProcess
+from stagelaunch.system.log_file import tail
+from stagelaunch.system.process import signal_name
+
+PROBE_TIMEOUT_S = 60.0
+LOG_TAIL_LINES = 20
+
+
+@dataclass
+class _Stage:
+    """What the supervisor holds for one stage."""
+
+    run: StageRun
+    process: StageProcess | None = None
+    view: StageView | None = None
+    deadline: asyncio.TimerHandle | None = None
+    probes: dict[int, asyncio.Future[m.Probed]] = field(default_factory=dict)
+    told_failure: bool = False
+
+
+class Supervisor:
+    """Boots the stages of one admitted deployment and keeps watching them until all are gone."""
+
+    def __init__(
+        self,
+        runs: tuple[StageRun, ...],
+        policy: launch.LaunchPolicy,
+        timeouts: Timeouts,
+        runtime: Runtime,
+        say: Callable[[str], None],
+        on_ready: Callable[[], None],
+    ) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._stages = {run.stage_id: _Stage(run) for run in runs}
+        self._timeouts = timeouts
+        self._runtime = runtime
+        self._say = say
+        self._on_ready = on_ready
+        self._state: LaunchState = launch.initial_state(policy)
+        self._finished: asyncio.Future[LaunchResult] = self._loop.create_future()
+        self._wake: asyncio.TimerHandle | None = None
+        self._request_ids = itertools.count(1)
+        self.began_s = self._loop.time()
+        self.ready_at_s: float | None = None
+
+    async def run(self) -> LaunchResult:
+        """Boot, watch, stop. Returns when every stage is over or given up."""
+        self._loop.set_exception_handler(self._on_bug)
+        boot_deadline = self._loop.call_at(self.began_s + self._timeouts.boot_s, self._boot_is_late)
+        self._dispatch(launch.Begin(self._loop.time()))
+        try:
+            return await self._finished
+        finally:
+            boot_deadline.cancel()
+            for stage in self._stages.values():
+                self._cancel_deadline(stage)
+
+    def _on_bug(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        """An exception in one of our callbacks: the launch cannot be trusted any more, so nothing may survive it."""
+        error = context.get("exception")
+        if not isinstance(error, Exception) or self._finished.done():
+            loop.default_exception_handler(context)
+            return
+        for stage in self._stages.values():
+            if stage.process is not None:
+                stage.process.kill()
+        self._finished.set_exception(error)
+
+    def request_stop(self, reason: str) -> None:
+        """Stop in good order; a second request kills at once."""
+        self._say(f"stopping: {reason}")
+        self._dispatch(launch.StopRequested(reason, self._loop.time()))
+
+    @property
+    def state(self) -> LaunchState:
+        """Where the launch is."""
+        return self._state
+
+    def views(self) -> dict[int, StageView | None]:
+        """What is known about each stage; None for one that was never started."""
+        return {stage_id: stage.view for stage_id, stage in self._stages.items()}
+
+    def pids(self) -> dict[int, int]:
+        """The process of each stage that was started."""
+        return {i: stage.process.pid for i, stage in self._stages.items() if stage.process is not None}
+
+    async def probe(self, stage_id: int) -> m.Probed:
+        """One step of a ready stage through its graph, compared with eager. TimeoutError if it does not answer."""
+        stage = self._stages[stage_id]
+        assert stage.process is not None
+        request_id = next(self._request_ids)
+        answer = stage.probes[request_id] = self._loop.create_future()
+        stage.process.send(m.Probe(request_id))
+        try:
+            return await asyncio.wait_for(answer, PROBE_TIMEOUT_S)
+        finally:
+            del stage.probes[request_id]
+
+    def _dispatch(self, event: launch.Event) -> None:
+        self._state, commands = launch.step(self._state, event)
+        for command in commands:
+            self._perform(command)
+        if self._state.is_ready and self.ready_at_s is None:
+            self.ready_at_s = self._loop.time()
+            self._on_ready()
+
+    def _perform(self, command: launch.Command) -> None:
+        match command:
+            case launch.StartStage(stage_id):
+                self._start(self._stages[stage_id])
+            case launch.AskStage(stage_id):
+                self._enter_stop(stage_id, lambda process: process.send(m.Stop()))
+            case launch.TerminateStage(stage_id):
+                self._enter_stop(stage_id, StageProcess.terminate)
+            case launch.KillStage(stage_id):
+                self._say_of(self._stages[stage_id], "is still there: killing it")
+                self._enter_stop(stage_id, StageProcess.kill)
+            case launch.WakeAt(at_s):
+                if self._wake is not None:
+                    self._wake.cancel()
+                self._wake = self._loop.call_at(at_s, self._time_passed)
+            case launch.Finished(result):
+                if self._wake is not None:
+                    self._wake.cancel()
+                self._finished.set_result(result)
+
+    def _time_passed(self) -> None:
+        self._dispatch(launch.TimePassed(self._loop.time()))
+
+    def _start(self, stage: _Stage) -> None:
+        run = stage.run
+        stage.view = board.spawned(run.stage_id, run.name, self._loop.time())
+        try:
+            stage.process = StageProcess(
+                self._runtime.run_file,
+                run.stage_id,
+                run.name,
+                lambda message: self._on_message(stage, message),
+                lambda code: self._on_exit(stage, code),
+            )
+        except OSError as error:
+            failure = self._failure(stage, type(error).__name__, f"cannot start its process: {error}")
+            self._loop.call_soon(
+                self._dispatch, launch.StageEnded(run.stage_id, self._as_first(stage, failure), self._loop.time())
+            )
+            return
+        self._say_of(stage, f"started on device {run.device_index}")
+        self._rearm(stage)
+
+    def _on_message(self, stage: _Stage, message: m.Message) -> None:
+        assert stage.view is not None
+        stage_id, before = stage.run.stage_id, stage.view
+        match message:
+            case m.Probed(request_id) if request_id in stage.probes:
+                stage.probes[request_id].set_result(message)
+            case m.Failed():
+                self._on_failed(stage, message)
+            case _ if before.phase is not Phase.STOP:
+                stage.view = board.apply(before, message)
+                for line in narrate(before, stage.view, message):
+                    self._say_of(stage, line)
+                self._rearm(stage)
+        if isinstance(message, m.Ready):
+            self._dispatch(launch.StageReady(stage_id, self._loop.time()))
+
+    def _on_failed(self, stage: _Stage, message: m.Failed) -> None:
+        stage.told_failure = True
+        failure = self._failure(
+            stage, message.error, message.text, phase=message.phase, traceback=message.traceback,
+            exit_code=ExitCode(message.exit_code),
+        )  # fmt: skip
+        self._fail(stage, failure)
+
+    def _fail(self, stage: _Stage, failure: StageFailure) -> None:
+        self._say_of(stage, f"FAILED in {failure.phase}: {failure.text.splitlines()[0]}")
+        self._cancel_deadline(stage)
+        now_s = self._loop.time()
+        self._dispatch(launch.StageFailed(stage.run.stage_id, self._as_first(stage, failure), now_s))
+
+    def _as_first(self, stage: _Stage, failure: StageFailure) -> launch.Failure:
+        return launch.Failure(stage.run.stage_id, failure, self._loop.time())
+
+    def _on_exit(self, stage: _Stage, code: int) -> None:
+        self._cancel_deadline(stage)
+        for answer in stage.probes.values():
+            if not answer.done():
+                answer.set_exception(ConnectionResetError(f"stage {stage.run.name} ended"))
+        signal = signal_name(-code) if code < 0 else None
+        failure = None
+        if not stage.told_failure:
+            failure = self._as_first(stage, self._failure(stage, *exited(code, signal)))
+        self._say_of(stage, f"ended ({signal or f'exit code {code}'})")
+        self._dispatch(launch.StageEnded(stage.run.stage_id, failure, self._loop.time()))
+
+    def _failure(
+        self,
+        stage: _Stage,
+        error: str,
+        text: str,
+        *,
+        phase: Phase | None = None,
+        traceback: str = "",
+        exit_code: ExitCode = ExitCode.STAGE_FAILED,
+    ) -> StageFailure:
+        assert stage.view is not None
+        return StageFailure(
+            stage=stage.run.name,
+            phase=phase or stage.view.phase,
+            error=error,
+            text=text,
+            elapsed_s=self._loop.time() - stage.view.spawned_s,
+            exit_code=exit_code,
+            pid=None if stage.process is None else stage.process.pid,
+            traceback=traceback,
+            log_path=str(stage.run.log_path),
+            log_tail=tail(stage.run.log_path, LOG_TAIL_LINES),
+        )
+
+    def _enter_stop(self, stage_id: int, how: Callable[[StageProcess], None]) -> None:
+        stage = self._stages[stage_id]
+        self._cancel_deadline(stage)
+        if stage.view is not None and stage.view.phase is not Phase.STOP:
+            stage.view = board.stopping(stage.view, self._loop.time())
+        # None when its process could not be started: its end is on the way.
+        if stage.process is not None:
+            how(stage.process)
+
+    def _rearm(self, stage: _Stage) -> None:
+        """Set the timer to the stage's next deadline; each message may move it."""
+        self._cancel_deadline(stage)
+        assert stage.view is not None
+        due = board.next_deadline(stage.view, self._timeouts)
+        if due is not None:
+            stage.deadline = self._loop.call_at(due[0], self._is_late, stage, due[1])
+
+    def _cancel_deadline(self, stage: _Stage) -> None:
+        if stage.deadline is not None:
+            stage.deadline.cancel()
+            stage.deadline = None
+
+    def _is_late(self, stage: _Stage, text: str) -> None:
+        stage.told_failure = True
+        self._fail(stage, self._failure(stage, "deadline", text))
+
+    def _boot_is_late(self) -> None:
+        if self._state.is_ready or self.ready_at_s is not None:
+            return
+        missing = ", ".join(
+            f"{stage.run.name} ({'not started' if stage.view is None else f'in phase {stage.view.phase}'})"
+            for stage in self._stages.values()
+            if stage.view is None or stage.view.ready_at_s is None
+        )
+        text = f"boot not finished after {self._timeouts.boot_s:g}s (boot deadline); waited for {missing}"
+        failure = StageFailure(None, None, "deadline", text, self._timeouts.boot_s, ExitCode.BOOT_DEADLINE)
+        self._say(f"FAILED: {text}")
+        now_s = self._loop.time()
+        self._dispatch(launch.DeadlineExpired(launch.Failure(None, failure, now_s), now_s))
+
+    def _say_of(self, stage: _Stage, text: str) -> None:
+        pid = "" if stage.process is None else f" (pid {stage.process.pid})"
+        self._say(f"{stage.run.name}{pid}: {text}")

@@ -1,0 +1,1 @@
+"""What acts on this machine outside the devices: locks, claims, processes. Decides nothing."""

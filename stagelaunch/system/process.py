@@ -1,0 +1,48 @@
+"""Facts about processes and the few calls the standard library lacks."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+from pathlib import Path
+
+_PR_SET_PDEATHSIG = 1
+
+
+def die_with_parent(parent_pid: int) -> None:
+    """From now on the kernel kills this process when the thread that started it ends.
+
+    Arming is not retroactive, so a parent that died before is looked for afterwards; then this process leaves at once.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "cannot arm the parent-death signal")
+    if os.getppid() != parent_pid:
+        os._exit(1)
+
+
+def start_time(pid: int) -> int | None:
+    """When the process started, in clock ticks since boot; None when there is no such process.
+
+    With the pid and the boot id it names a process for good: pids are reused, start times are not.
+    """
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_bytes()
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    # The command name is in parentheses and may contain anything, spaces and parentheses included.
+    return int(stat[stat.rindex(b")") + 2 :].split()[19])
+
+
+def boot_id() -> str:
+    """Identity of this boot of the machine."""
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+
+
+def signal_name(number: int) -> str:
+    """``SIGKILL`` for 9; ``signal 64`` for one without a name."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"

@@ -1,0 +1,116 @@
+"""A stage's process from its first line to its last. Entered by the supervisor through multiprocessing.
+
+Leaves by ``os._exit``: the interpreter's own exit can hang on what a library left behind, and device memory is the
+driver's to take back.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import gc
+import os
+import signal
+import socket
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from stagelaunch.core import messages as m
+from stagelaunch.core.phases import Phase
+from stagelaunch.core.run_spec import StageRun, run_from_json
+from stagelaunch.system.process import die_with_parent
+from stagelaunch.worker.reporter import Reporter
+
+if TYPE_CHECKING:
+    from stagelaunch.engines.base import Engine
+
+
+def run(run_file: str, stage_id: int, supervisor_pid: int, channel: socket.socket) -> None:
+    """Boot the stage and serve until told to stop. Never returns; the exit code is 0 only after an orderly stop."""
+    die_with_parent(supervisor_pid)
+    os.setsid()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    reporter = Reporter(channel)
+    try:
+        stage = run_from_json(Path(run_file).read_text(), stage_id)
+        _redirect_output(stage.log_path)
+        os.environ.update(stage.env)
+        _boot_and_serve(stage, reporter, channel)
+    except BaseException as error:  # a worker has no caller: everything it can raise is the stage's failure
+        reporter.failed(error)
+        _leave(1)
+    _leave(0)
+
+
+def _boot_and_serve(stage: StageRun, reporter: Reporter, channel: socket.socket) -> None:
+    with reporter.phase(Phase.IMPORT):
+        # Imported here: torch takes seconds, and its environment must be set before.
+        from stagelaunch.devices.factory import open_device
+        from stagelaunch.engines.base import create_engine
+        from stagelaunch.system.locks import DeviceLocks, LockDirectory
+        from stagelaunch.worker.boot import Boot, engine_spec
+
+        engine = create_engine(stage.engine, engine_spec(stage))
+        engine.import_libraries()
+        device = open_device(stage.backend, stage.device_uuid, stage.machine)
+        owner = f"{stage.deployment}/{stage.name}"
+        locks = DeviceLocks(LockDirectory(stage.lock_dir), [stage.device_uuid], owner=owner)
+        # What was imported stays for good: collections during the boot need not look at it again.
+        gc.collect()
+        gc.freeze()
+    Boot(stage, engine, device, locks, reporter).walk()
+    reporter.ready()
+    for message in _requests(channel):
+        match message:
+            case m.Probe(request_id):
+                reporter.send(_probe(engine, request_id))
+            case m.Stop():
+                break
+    reporter.current = Phase.STOP
+    engine.close()
+    device.close()
+
+
+def _probe(engine: Engine, request_id: int) -> m.Probed:
+    try:
+        result = engine.probe()
+    except Exception as error:  # the answer to a probe, not the end of the stage
+        return m.Probed(request_id, 0, False, float("inf"), (), 0.0, error=f"{type(error).__name__}: {error}")
+    return m.Probed(
+        request_id,
+        result.batch_size,
+        result.through_graph,
+        result.max_abs_diff,
+        result.output_shape,
+        result.elapsed_s,
+    )
+
+
+def _requests(channel: socket.socket) -> Iterator[m.Message]:
+    """Messages from the supervisor until it closes its end."""
+    with channel.makefile("rb") as lines:
+        for line in lines:
+            yield m.decode(line)
+
+
+def _redirect_output(log_path: Path) -> None:
+    """Send stdout, stderr and native crashes to the stage's own file; no other process can block or lose them."""
+    log_path.parent.mkdir(parents=True, exist_ok=True)
+    fd = os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.dup2(fd, 1)
+    os.dup2(fd, 2)
+    os.close(fd)
+    faulthandler.enable(file=2, all_threads=True)
+
+
+def _leave(code: int) -> None:
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except (OSError, ValueError):
+            continue
+    os._exit(code)

@@ -1,0 +1,81 @@
+"""Says what the worker does, one message a transition, over the socket to its supervisor."""
+
+from __future__ import annotations
+
+import socket
+import time
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from stagelaunch.core import messages as m
+from stagelaunch.core.errors import ExitCode, StagelaunchError
+from stagelaunch.core.ledger import Ledger
+from stagelaunch.core.phases import LockMode, Phase
+
+PROGRESS_EVERY_S = 0.1
+"""Progress is said at most this often; the last of a phase always."""
+
+
+class Reporter:
+    """Sends messages; knows the phase the worker is in. A supervisor that is gone ends the worker elsewhere."""
+
+    def __init__(self, channel: socket.socket) -> None:
+        self._channel = channel
+        self._waited_s = 0.0
+        self._progress_at_s = 0.0
+        self.current = Phase.SPAWN
+
+    def now(self) -> float:
+        """Monotonic seconds, comparable between all processes of the machine."""
+        return time.monotonic()
+
+    def send(self, message: m.Message) -> None:
+        """Send one message. A supervisor that is gone is no error here: the kernel signals its death."""
+        try:
+            self._channel.sendall(m.encode(message))
+        except (BrokenPipeError, ConnectionResetError):
+            return
+
+    @contextmanager
+    def phase(self, phase: Phase) -> Iterator[None]:
+        """Report entering and leaving a phase; on an exception only entering, so ``current`` names the culprit."""
+        self.current = phase
+        self._waited_s = 0.0
+        self._progress_at_s = 0.0
+        self.send(m.PhaseBegan(phase, self.now()))
+        yield
+        self.send(m.PhaseEnded(phase, self.now(), self._waited_s))
+
+    def lock_waits(self, mode: LockMode, holders: tuple[str, ...]) -> None:
+        """The lock is held by others."""
+        self.send(m.LockWaits(self.current, mode, holders, self.now()))
+
+    def lock_taken(self, mode: LockMode, waited_s: float) -> None:
+        """The lock is ours."""
+        self._waited_s += waited_s
+        self.send(m.LockTaken(self.current, mode, waited_s, self.now()))
+
+    def progress(self, done: int, total: int, unit: str) -> None:
+        """How far the phase is; rate-limited."""
+        now_s = self.now()
+        if done < total and now_s - self._progress_at_s < PROGRESS_EVERY_S:
+            return
+        self._progress_at_s = now_s
+        self.send(m.Progress(self.current, done, total, unit, now_s))
+
+    def ledger(self, ledger: Ledger, *, final: bool) -> None:
+        """The stage's ledger."""
+        self.send(m.LedgerKnown(ledger, final))
+
+    def ready(self) -> None:
+        """The stage answers from now on."""
+        self.current = Phase.READY
+        self.send(m.Ready(self.now()))
+
+    def failed(self, error: BaseException) -> None:
+        """The stage gives up because of ``error``."""
+        code = error.exit_code if isinstance(error, StagelaunchError) else ExitCode.STAGE_FAILED
+        text = str(error) or type(error).__name__
+        trace = "".join(traceback.format_exception(error))
+        self.send(m.Failed(self.current, type(error).__name__, text, trace, int(code), self.now()))

@@ -1,0 +1,123 @@
+"""Deployments for process tests: in a directory of their own, run by the real command, checked for leftovers."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from stagelaunch.config_file import load_deployment
+from stagelaunch.core.inventory import DeviceInfo
+from stagelaunch.devices.inventory import list_simulated_devices
+from stagelaunch.system.locks import holders
+from stagelaunch.system.process import start_time
+
+HERE = Path(__file__).parent
+ROOT = HERE.parent.parent
+PID = re.compile(r"\(pid (\d+)\)")
+TIMEOUT_S = 90.0
+
+
+def light_stage(stage_id: int, name: str, device: int, **more: Any) -> dict[str, Any]:
+    return {
+        "id": stage_id,
+        "name": name,
+        "component": name,
+        "engine": "light_engine:LightEngine",
+        "devices": [device],
+        "utilization": 0.4,
+        "max_num_seqs": 8,
+        "max_num_batched_tokens": 64,
+        "max_model_len": 64,
+        "env": {"OMP_NUM_THREADS": "1"},
+        **more,
+    }
+
+
+def three_stages() -> list[dict[str, Any]]:
+    return [light_stage(0, "alpha", 0), light_stage(1, "beta", 1), light_stage(2, "gamma", 1)]
+
+
+@dataclass
+class Site:
+    """One deployment with files of its own: config, locks, runtime directory and simulated devices."""
+
+    directory: Path
+    stages: list[dict[str, Any]] = field(default_factory=three_stages)
+    top: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def config(self) -> Path:
+        return self.directory / "site.yaml"
+
+    def write(self) -> Path:
+        body = {
+            "name": "site",
+            "model": "model",
+            "backend": "simulated",
+            "reserve": "16MiB",
+            "simulated": {"devices": {0: "1GiB", 1: "1GiB"}, "file": "devices"},
+            "lock_dir": "locks",
+            "runtime_dir": "run",
+            "timeouts": {"phase": "30s", "stage": "50s", "boot": "70s", "lock": "40s", "stop": "3s"},
+            "stages": self.stages,
+            **self.top,
+        }
+        self.config.write_text(yaml.safe_dump(body))
+        return self.config
+
+    def environment(self) -> dict[str, str]:
+        return {**os.environ, "PYTHONPATH": str(HERE), "COLUMNS": "200"}
+
+    def start(self, *arguments: str) -> subprocess.Popen[str]:
+        command = [sys.executable, "-m", "stagelaunch", *arguments]
+        return subprocess.Popen(
+            command, cwd=ROOT, env=self.environment(), text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        )
+
+    def run(self, *arguments: str) -> Ran:
+        process = self.start(*arguments)
+        stdout, stderr = process.communicate(timeout=TIMEOUT_S)
+        return Ran(process.returncode, stdout, stderr)
+
+    def up(self, *options: str) -> Ran:
+        return self.run("up", str(self.write()), *options)
+
+    def devices(self) -> dict[int, DeviceInfo]:
+        machine = load_deployment(self.config).machine(self.directory / "devices")
+        assert machine is not None
+        return {info.index: info for info in list_simulated_devices(machine)}
+
+    def state(self) -> Mapping[str, Any]:
+        body: dict[str, Any] = json.loads((self.directory / "run" / "site" / "state.json").read_text())
+        return body
+
+    def assert_nothing_left(self, ran: Ran) -> None:
+        """No process of the boot lives, no device byte is held, no lock is held, no socket or record is left."""
+        assert [pid for pid in ran.pids if start_time(pid) is not None] == []
+        for info in self.devices().values():
+            assert (info.free_bytes, info.processes) == (info.total_bytes, ())
+            assert holders(self.directory / "locks", info.uuid) == ()
+        assert {path.suffix for path in (self.directory / "locks").iterdir()} <= {".gate", ".data"}
+        assert not (self.directory / "run" / "site" / "control.sock").exists()
+
+
+@dataclass(frozen=True)
+class Ran:
+    """A command that is over."""
+
+    code: int
+    stdout: str
+    stderr: str
+
+    @property
+    def pids(self) -> set[int]:
+        return {int(pid) for pid in PID.findall(self.stderr)}

@@ -1,0 +1,155 @@
+"""A small engine for process tests: real tensors, real capture, no model library, and faults on demand.
+
+``options: {fault: "PHASE:KIND"}`` makes the stage misbehave in that phase, in its own process. With ``options: {hold:
+FIFO}`` it waits in ``read_weights`` until a byte can be read from the FIFO, so that tests can act while it boots.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+import threading
+from pathlib import Path
+
+import torch
+
+from stagelaunch.core.ledger import KVLayout
+from stagelaunch.devices.base import Device, Graph
+from stagelaunch.devices.simulated import SimulatedDevice
+from stagelaunch.engines.base import EngineSpec, ProbeResult, Progress
+
+HIDDEN = 256
+
+
+class InjectedError(Exception):
+    """What ``KIND`` raise raises."""
+
+
+def hang() -> None:
+    threading.Event().wait()
+
+
+def misbehave(kind: str) -> None:
+    match kind:
+        case "raise":
+            raise InjectedError("injected")
+        case "sysexit":
+            sys.exit(3)
+        case "osexit":
+            os._exit(5)
+        case "sigkill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        case "segv":
+            ctypes.string_at(0)
+        case "abort":
+            os.abort()
+        case "hang":
+            hang()
+        case "sigstop":
+            os.kill(os.getpid(), signal.SIGSTOP)
+            hang()
+        case "ignoreterm":
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            hang()
+        case _:
+            raise AssertionError(f"unknown kind of fault: {kind}")
+
+
+class LightEngine:
+    def __init__(self, spec: EngineSpec) -> None:
+        torch.set_num_threads(1)
+        self._spec = spec
+        self._fault_phase, _, self._fault_kind = spec.options.get("fault", "").partition(":")
+        self._kv_allocations = 0
+        self._captures = 0
+        self._graphs: dict[int, Graph] = {}
+        self._pool: object | None = None
+        self._kv: torch.Tensor | None = None
+
+    def _maybe(self, phase: str) -> None:
+        if phase == self._fault_phase:
+            misbehave(self._fault_kind)
+
+    def import_libraries(self) -> None:
+        self._maybe("import")
+        if self._fault_phase == "context":
+            SimulatedDevice.create_context = lambda _: misbehave(self._fault_kind)  # type: ignore[method-assign]
+
+    def allocate_weights(self, device: Device) -> None:
+        self._device = device
+        megabytes = int(self._spec.options.get("weights_mib", "8"))
+        self._ballast = device.empty((megabytes << 18,), torch.float32)
+        self._weight = device.empty((HIDDEN, HIDDEN), torch.float32)
+
+    def read_weights(self, progress: Progress) -> None:
+        self._maybe("load")
+        self._wait_for_test()
+        torch.manual_seed(self._spec.max_num_seqs)
+        self._weight.copy_(torch.randn(HIDDEN, HIDDEN) / HIDDEN**0.5)
+        self._ballast.zero_()
+        size = self._ballast.nbytes + self._weight.nbytes
+        progress(size, size)
+
+    def _wait_for_test(self) -> None:
+        fifo = self._spec.options.get("hold")
+        if fifo is not None:
+            with Path(fifo).open("rb") as file:
+                file.read(1)
+
+    def run_largest_batch(self) -> None:
+        self._maybe("profile")
+        with self._device.compute():
+            hidden = torch.ones(self._spec.max_num_batched_tokens, HIDDEN)
+            for _ in range(3):
+                hidden = torch.tanh(hidden @ self._weight)
+
+    @property
+    def kv_layout(self) -> KVLayout | None:
+        if self._kv_allocations:
+            self._maybe("size")
+        return KVLayout(2, 2, 64, 4, self._spec.block_size)
+
+    def allocate_kv(self, num_blocks: int) -> None:
+        self._kv_allocations += 1
+        if self._kv_allocations == 2:
+            self._maybe("allocate")
+        layout = self.kv_layout
+        assert layout is not None
+        self._kv = self._device.empty((num_blocks, layout.block_bytes // 4), torch.float32)
+
+    def release_kv(self) -> None:
+        self._kv = None
+
+    def capture(self, size: int) -> None:
+        self._captures += 1
+        # The first three are the trial captures of the profile phase.
+        if self._captures == 4:
+            self._maybe("capture")
+        self._pool = self._pool or self._device.new_graph_pool()
+        inputs = self._device.empty((size, HIDDEN), torch.float32)
+        inputs.fill_(0.5)
+        self._graphs[size] = self._device.capture(self._step, (inputs,), self._pool)
+
+    def _step(self, hidden: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return (torch.tanh(hidden @ self._weight),)
+
+    def release_graphs(self) -> None:
+        self._graphs.clear()
+        self._pool = None
+
+    def probe(self) -> ProbeResult:
+        self._maybe("ready")
+        graph = self._graphs[min(self._graphs)]
+        graph.replay()
+        with self._device.compute():
+            (eager,) = self._step(*graph.inputs)
+        (replayed,) = graph.outputs
+        return ProbeResult(len(replayed), True, float((eager - replayed).abs().max()), tuple(replayed.shape), 0.0)
+
+    def close(self) -> None:
+        self._maybe("stop")
+        self.release_graphs()
+        self.release_kv()
+        del self._weight, self._ballast

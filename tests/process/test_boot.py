@@ -1,0 +1,184 @@
+"""The whole product with a light engine: boot, answer, stop, and nothing is left."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+from pathlib import Path
+
+import pytest
+from deployments import Site, light_stage
+
+
+@pytest.fixture
+def site(tmp_path: Path) -> Site:
+    return Site(tmp_path)
+
+
+def wait_for(process: subprocess.Popen[str], text: str) -> list[str]:
+    """The lines of stderr up to the first that contains ``text``."""
+    assert process.stderr is not None
+    lines = []
+    for line in process.stderr:
+        lines.append(line)
+        if text in line:
+            return lines
+    raise AssertionError(f"never said {text!r}: {''.join(lines)}")
+
+
+def finish(process: subprocess.Popen[str], lines: list[str]) -> tuple[int, str]:
+    _, stderr = process.communicate(timeout=60)
+    return process.returncode, "".join(lines) + stderr
+
+
+def test_life_of_a_deployment(site: Site) -> None:
+    config = str(site.write())
+    up = site.run("up", config, "--detach", "--wait")
+    assert up.code == 0, up.stderr
+    assert "site: ready" in up.stdout
+
+    status = site.run("status", config, "--json")
+    body = json.loads(status.stdout)
+    assert (status.code, body["state"]) == (0, "ready")
+    assert [stage["phase"] for stage in body["stages"]] == ["ready"] * 3
+    for stage in body["stages"]:
+        assert stage["ledger_is_final"]
+        assert stage["ledger"]["num_blocks"] > 0
+        assert [span["phase"] for span in stage["phases"]] == [
+            "spawn", "import", "context", "load", "profile", "size", "allocate", "capture",
+        ]  # fmt: skip
+
+    probe = site.run("probe", config)
+    assert (probe.code, probe.stdout.count("identical")) == (0, 3)
+    assert site.run("probe", config, "delta").code == 1
+
+    second = site.up()
+    assert second.code == 75
+    assert f"supervisor pid {body['pid']}" in second.stderr
+
+    down = site.run("down", config)
+    assert (down.code, "device memory is back" in down.stdout) == (0, True)
+    site.assert_nothing_left(up)
+    assert site.state()["state"] == "ended"
+    assert site.run("down", config).code == 1
+    assert "ended with exit code 0" in site.run("status", config).stdout
+
+
+def test_what_the_device_records_is_what_the_ledger_says(site: Site) -> None:
+    config = str(site.write())
+    up = site.run("up", config, "--detach", "--wait")
+    body = json.loads(site.run("status", config, "--json").stdout)
+    held = {process.pid: process.size_bytes for info in site.devices().values() for process in info.processes}
+    assert site.run("down", config).code == 0
+    for stage in body["stages"]:
+        terms = {name: term["bytes"] for name, term in stage["ledger"]["terms"].items()}
+        resident = terms["context"] + terms["weights"] + terms["non_torch"] + terms["graphs"] + terms["kv"]
+        # Weights and KV are segments of 2 MiB apart, and of 2 MiB together: rounding may differ by one.
+        assert abs(held[stage["pid"]] - resident) <= 2 << 20
+        assert held[stage["pid"]] <= terms["budget"]
+    site.assert_nothing_left(up)
+
+
+def test_blocks_are_the_same_in_both_orders_and_alone(site: Site) -> None:
+    def blocks(ran_json: str) -> dict[str, int]:
+        return {stage["name"]: stage["ledger"]["num_blocks"] for stage in json.loads(ran_json)["stages"]}
+
+    found = []
+    for order in ("overlap", "serial"):
+        site.top["order"] = order
+        config = str(site.write())
+        assert site.run("up", config, "--detach", "--wait").code == 0
+        found.append(blocks(site.run("status", config, "--json").stdout))
+        assert site.run("down", config).code == 0
+    assert found[0] == found[1]
+    site.stages = [light_stage(2, "gamma", 1)]
+    config = str(site.write())
+    assert site.run("up", config, "--detach", "--wait").code == 0
+    alone = blocks(site.run("status", config, "--json").stdout)
+    assert site.run("down", config).code == 0
+    assert alone == {"gamma": found[0]["gamma"]}
+
+
+def test_serial_order_starts_a_stage_only_when_the_one_before_is_ready(site: Site) -> None:
+    site.top["order"] = "serial"
+    process = site.start("up", str(site.write()))
+    lines = wait_for(process, "gamma (pid")
+    assert any("beta" in line and "-> ready" in line for line in lines)
+    process.send_signal(signal.SIGINT)
+    code, said = finish(process, lines)
+    assert code == 130, said
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_while_ready_stops_in_good_order(site: Site, number: signal.Signals) -> None:
+    process = site.start("up", str(site.write()))
+    assert process.stdout is not None
+    assert "site: ready" in process.stdout.readline()
+    process.send_signal(number)
+    code, said = finish(process, [])
+    assert code == (130 if number is signal.SIGINT else 0), said
+    assert said.count("ended (exit code 0)") == 3
+
+
+def test_ctrl_c_while_booting_leaves_nothing(site: Site) -> None:
+    fifo = site.directory / "hold"
+    os.mkfifo(fifo)
+    site.stages[1]["options"] = {"hold": str(fifo)}
+    process = site.start("up", str(site.write()))
+    lines = wait_for(process, "gamma (pid")
+    # beta holds its load phase until a byte comes: opening the FIFO returns when it is there.
+    with fifo.open("wb", buffering=0):
+        process.send_signal(signal.SIGINT)
+        code, said = finish(process, lines)
+    assert code == 130
+    from deployments import Ran
+
+    site.assert_nothing_left(Ran(code, "", said))
+
+
+def test_a_stage_that_dies_after_boot_takes_the_others_along(site: Site) -> None:
+    process = site.start("up", str(site.write()))
+    assert process.stdout is not None
+    assert "site: ready" in process.stdout.readline()
+    pid = next(s["pid"] for s in json.loads(site.run("status", str(site.config), "--json").stdout)["stages"])
+    os.kill(pid, signal.SIGKILL)
+    code, said = finish(process, [])
+    assert code == 1
+    assert "stage alpha failed in phase ready" in said
+    assert "SIGKILL" in said
+    from deployments import Ran
+
+    site.assert_nothing_left(Ran(code, "", said))
+
+
+def test_supervisor_killed_takes_its_stages_along(site: Site) -> None:
+    process = site.start("up", str(site.write()))
+    assert process.stdout is not None
+    assert "site: ready" in process.stdout.readline()
+    stages = json.loads(site.run("status", str(site.config), "--json").stdout)["stages"]
+    fds = [os.pidfd_open(stage["pid"]) for stage in stages]
+    process.kill()
+    process.communicate(timeout=10)
+    import select
+
+    for fd in fds:
+        assert select.select([fd], [], [], 10)[0]
+        os.close(fd)
+    status = site.run("status", str(site.config))
+    assert (status.code, "died without cleaning up" in status.stdout) == (1, True)
+    again = site.run("up", str(site.config), "--detach", "--wait")
+    assert again.code == 0, again.stderr
+    assert site.run("down", str(site.config)).code == 0
+
+
+def test_the_supervisor_never_imports_torch(site: Site) -> None:
+    config = str(site.write())
+    assert site.run("up", config, "--detach", "--wait").code == 0
+    pid = json.loads(site.run("status", config, "--json").stdout)["pid"]
+    maps = Path(f"/proc/{pid}/maps").read_text()
+    assert site.run("down", config).code == 0
+    assert "libpython" in maps or "python" in maps
+    assert "libtorch" not in maps
+    assert "nvidia-ml" not in maps

@@ -1,0 +1,279 @@
+"""Event histories as data: what each event makes the brain command."""
+
+import pickle
+
+import pytest
+
+from stagelaunch.core.launch import (
+    AskStage,
+    Begin,
+    DeadlineExpired,
+    Failure,
+    Finished,
+    IllegalEventError,
+    KillStage,
+    LaunchPolicy,
+    OnFailure,
+    Order,
+    StageEnded,
+    StageFailed,
+    StageReady,
+    StageState,
+    StartStage,
+    StopLadder,
+    StopRequested,
+    TerminateStage,
+    TimePassed,
+    WakeAt,
+    initial_state,
+    step,
+)
+
+GROUPS = ((0,), (1, 2))
+LADDER = StopLadder(term_after_s=1, kill_after_s=2, give_up_after_s=3)
+
+
+def policy(order=Order.OVERLAP, on_failure=OnFailure.STOP, groups=GROUPS, at_most=None):
+    return LaunchPolicy(groups, order, at_most, on_failure, LADDER)
+
+
+def play(launch_policy, *events):
+    """The last state, and the commands each event brought."""
+    state, heard = initial_state(launch_policy), []
+    for event in events:
+        state, commands = step(state, event)
+        heard.append(list(commands))
+    return state, heard
+
+
+def oom(stage, at_s=0.0):
+    return Failure(stage, "out of memory", at_s)
+
+
+def result_of(commands):
+    (finished,) = [command for command in commands if isinstance(command, Finished)]
+    assert commands[-1] is finished
+    return finished.result
+
+
+ALL_READY = [Begin(0), StageReady(0, 0), StageReady(1, 0), StageReady(2, 0)]
+
+
+def test_overlap_starts_all_stages_at_once():
+    state, heard = play(policy(), *ALL_READY)
+    assert heard == [[StartStage(0), StartStage(1), StartStage(2)], [], [], []]
+    assert state.is_ready
+    assert state.was_ready
+    assert not state.is_finished
+
+
+def test_serial_starts_the_next_of_a_group_when_the_one_before_is_ready():
+    _, heard = play(policy(Order.SERIAL), Begin(0), StageReady(0, 1), StageReady(1, 2), StageReady(2, 3))
+    assert heard == [[StartStage(0), StartStage(1)], [], [StartStage(2)], []]
+
+
+def test_a_limit_on_groups_holds_the_others_back_until_one_is_complete():
+    limited = policy(Order.SERIAL, groups=((0, 1), (2,), (3,)), at_most=1)
+    events = [Begin(0), *(StageReady(stage, 0) for stage in range(4))]
+    _, heard = play(limited, *events)
+    assert heard == [[StartStage(0)], [StartStage(1)], [StartStage(2)], [StartStage(3)], []]
+
+
+def test_no_stage_at_all_is_ready_at_once():
+    state, heard = play(policy(groups=()), Begin(0))
+    assert state.is_ready
+    assert heard == [[]]
+
+
+def test_a_failure_stops_everything_down_the_ladder_and_names_what_survives():
+    state, heard = play(
+        policy(groups=((0,), (1,), (2,), (3, 4)), order=Order.SERIAL),
+        Begin(0),
+        StageReady(0, 1),
+        StageFailed(1, oom(1), 10),
+        TimePassed(11),
+        StageEnded(1, oom(1), 11.5),
+        TimePassed(12),
+        StageEnded(2, None, 12.5),
+        TimePassed(13),
+    )
+    assert heard[2:] == [
+        [AskStage(0), TerminateStage(1), TerminateStage(2), TerminateStage(3), WakeAt(11)],
+        [TerminateStage(0), WakeAt(12)],
+        [],
+        [KillStage(0), KillStage(2), KillStage(3), WakeAt(13)],
+        [],
+        heard[-1],
+    ]
+    result = result_of(heard[-1])
+    assert result.first_failure == oom(1)
+    assert result.consequences == ()
+    assert (result.ended, result.skipped, result.abandoned) == ((1, 2), (4,), (0, 3))
+    assert not result.was_ready
+    assert state.is_finished
+
+
+def test_what_ends_before_its_rung_is_spared_the_rest_of_the_ladder():
+    _, heard = play(
+        policy(),
+        *ALL_READY,
+        StopRequested("down", 5),
+        StageEnded(0, None, 5.1),
+        TimePassed(6),
+        StageEnded(1, None, 6.1),
+        StageEnded(2, None, 6.2),
+    )
+    assert heard[4:7] == [
+        [AskStage(0), AskStage(1), AskStage(2), WakeAt(6)],
+        [],
+        [TerminateStage(1), TerminateStage(2), WakeAt(7)],
+    ]
+    result = result_of(heard[-1])
+    assert result.stop_reason == "down"
+    assert result.was_ready
+    assert result.first_failure is None
+
+
+def test_a_second_stop_request_means_now():
+    _, heard = play(policy(), *ALL_READY[:-1], StopRequested("^C", 5), StopRequested("^C again", 5.2))
+    assert heard[-1] == [
+        *(TerminateStage(stage) for stage in (0, 1)),
+        *(KillStage(stage) for stage in (0, 1, 2)),
+        WakeAt(6.2),
+    ]
+
+
+def test_a_stop_request_during_a_roll_back_is_the_first_one():
+    state, heard = play(policy(), Begin(0), StageFailed(0, oom(0), 1), StopRequested("^C", 1.1))
+    assert heard[-1] == []
+    assert state.stop_reason == "^C"
+
+
+def test_a_driver_that_was_held_up_still_leaves_time_to_die():
+    state, heard = play(policy(), Begin(0), StopRequested("down", 1), TimePassed(100), TimePassed(100.5))
+    assert heard[2][-1] == WakeAt(101)
+    assert heard[3] == [WakeAt(101)]
+    state, commands = step(state, TimePassed(101))
+    assert result_of(commands).abandoned == (0, 1, 2)
+
+
+def test_a_timer_that_fires_early_is_set_again():
+    _, heard = play(policy(), Begin(0), StopRequested("down", 0.1), TimePassed(2.0999))
+    assert heard[-1] == [WakeAt(0.1 + 2)]
+
+
+def test_a_stage_that_ends_by_itself_is_a_failure_also_after_the_boot():
+    state, heard = play(policy(), *ALL_READY, StageEnded(1, None, 60))
+    assert state.first_failure == Failure(1, "ended without being asked to", 60)
+    assert heard[-1] == [AskStage(0), AskStage(2), WakeAt(61)]
+    assert state.was_ready
+    assert not state.is_ready
+
+
+def test_later_failures_are_consequences_one_for_a_stage():
+    state, _ = play(
+        policy(),
+        Begin(0),
+        StageFailed(1, oom(1), 1),
+        StageFailed(0, oom(0), 1.1),
+        StageEnded(0, Failure(0, "exit code 1", 1.2), 1.2),
+        StageEnded(2, oom(2), 1.3),
+    )
+    assert state.first_failure == oom(1)
+    assert state.consequences == (oom(0), oom(2))
+
+
+def test_a_failure_while_being_stopped_in_order_is_no_first_failure():
+    state, _ = play(policy(), *ALL_READY, StopRequested("down", 5), StageEnded(0, oom(0), 6))
+    assert state.first_failure is None
+    assert state.consequences == (oom(0),)
+
+
+def test_the_boot_deadline_is_a_failure_until_all_are_ready():
+    late = Failure(None, "boot took longer than 600s; waiting for stage 2", 600)
+    state, heard = play(policy(), *ALL_READY[:-1], DeadlineExpired(late, 600))
+    assert state.first_failure == late
+    assert heard[-1] == [AskStage(0), AskStage(1), TerminateStage(2), WakeAt(601)]
+    state, heard = play(policy(), *ALL_READY, DeadlineExpired(late, 600))
+    assert state.is_ready
+    state, heard = play(policy(), Begin(0), StopRequested("down", 1), DeadlineExpired(late, 1))
+    assert state.first_failure is None
+
+
+def test_draining_lets_starting_stages_finish_then_cleans_up_what_is_ready():
+    draining = policy(Order.SERIAL, OnFailure.DRAIN, groups=((0, 1), (2,), (3,)))
+    _, heard = play(
+        draining,
+        Begin(0),
+        StageReady(3, 0.5),
+        StageFailed(0, oom(0), 1),
+        StageReady(2, 9),
+        StageEnded(0, None, 9.1),
+        StageEnded(2, oom(2), 9.2),
+        StageEnded(3, None, 9.3),
+    )
+    assert heard[2:6] == [[], [AskStage(3), AskStage(2)], [], []]
+    result = result_of(heard[-1])
+    assert result.first_failure == oom(0)
+    assert result.consequences == (oom(2),)
+    assert (result.ended, result.skipped) == ((0, 2, 3), (1,))
+
+
+def test_draining_after_a_stop_request_takes_no_second_one():
+    draining = policy(Order.SERIAL, OnFailure.DRAIN, groups=((0, 1),))
+    _, heard = play(
+        draining, Begin(0), StopRequested("^C", 1), StopRequested("^C", 1), StageReady(0, 2), StageEnded(0, None, 3)
+    )
+    assert heard[1:4] == [[], [], [AskStage(0)]]
+    assert result_of(heard[4]).skipped == (1,)
+
+
+def test_a_stop_before_the_beginning_starts_nothing():
+    _, heard = play(policy(), StopRequested("^C", 0), Begin(0))
+    assert result_of(heard[0]).skipped == (0, 1, 2)
+    assert heard[1] == []
+
+
+@pytest.mark.parametrize(
+    "event", [Begin(9), StageReady(0, 9), StageReady(77, 9), TimePassed(9), StopRequested("again", 9)]
+)
+def test_a_finished_launch_absorbs_everything(event):
+    state, _ = play(policy(), StopRequested("^C", 0))
+    assert step(state, event) == (state, ())
+
+
+@pytest.mark.parametrize(
+    ("event", "said"),
+    [
+        (StageReady(77, 1), "unknown stage"),
+        (StageFailed(2, oom(2), 1), "pending"),
+        (StageFailed(1, oom(0), 1), "starting"),
+        (Begin(1), "running"),
+    ],
+)
+def test_an_event_that_cannot_be_is_refused_by_name(event, said):
+    state, _ = play(policy(Order.SERIAL), Begin(0))
+    with pytest.raises(IllegalEventError) as caught:
+        step(state, event)
+    assert str(event) in str(caught.value)
+    assert said in str(caught.value)
+    assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
+
+
+def test_late_and_repeated_events_of_a_stage_change_nothing():
+    state, _ = play(policy(), Begin(0), StageReady(0, 1), StageFailed(1, oom(1), 2), StageEnded(1, None, 2.1))
+    for event in (StageReady(1, 2.5), StageFailed(1, oom(1), 2.5), StageEnded(1, oom(1), 2.5), StageReady(0, 2.5)):
+        assert step(state, event) == (state, ())
+    assert state.stages[1] is StageState.ENDED
+
+
+@pytest.mark.parametrize("ladder", [(-1, 2, 3), (3, 2, 4), (1, 5, 4)])
+def test_a_ladder_that_descends_is_refused(ladder):
+    with pytest.raises(ValueError, match="order term, kill, give up"):
+        StopLadder(*ladder)
+
+
+@pytest.mark.parametrize(("groups", "at_most"), [(((0, 1), (1,)), None), (((0,),), 0)])
+def test_a_policy_that_makes_no_sense_is_refused(groups, at_most):
+    with pytest.raises(ValueError, match="cannot launch"):
+        LaunchPolicy(groups, Order.SERIAL, at_most, OnFailure.STOP)
