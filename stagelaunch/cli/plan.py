@@ -11,10 +11,9 @@ import click
 
 from stagelaunch.cli.machine import list_devices, simulated_machine
 from stagelaunch.config_file import LoadedDeployment, load_deployment
-from stagelaunch.core.admission import Holder
 from stagelaunch.core.config_rules import ENGINE_QWEN3_OMNI
 from stagelaunch.core.errors import CheckpointError, UsageError
-from stagelaunch.core.plan import Plan, make_plan, plan_to_json, refusal
+from stagelaunch.core.plan import Plan, make_plan, make_plan_now, plan_to_json, refusal
 from stagelaunch.core.plan_text import render_plan
 from stagelaunch.core.units import parse_size
 
@@ -49,16 +48,7 @@ def _planned(loaded: LoadedDeployment, device_totals: Sequence[str]) -> Plan:
         totals = parse_device_totals(device_totals, deployment.device_indices)
         return make_plan(deployment, totals, _weights_bytes(loaded))
     devices = list_devices(deployment.backend, simulated_machine(loaded))
-    return make_plan(
-        deployment,
-        {info.index: info.total_bytes for info in devices},
-        _weights_bytes(loaded),
-        free_bytes={info.index: info.free_bytes for info in devices},
-        holders={
-            info.index: [Holder(process.pid, process.size_bytes, name=process.name) for process in info.processes]
-            for info in devices
-        },
-    )
+    return make_plan_now(deployment, devices, _weights_bytes(loaded))
 
 
 def parse_device_totals(texts: Sequence[str], used: Sequence[int]) -> dict[int, int]:
@@ -110,10 +100,7 @@ def _weights_bytes(loaded: LoadedDeployment) -> Mapping[int, int]:
     except CheckpointError as error:
         _note_unreadable(loaded.model_dir, error)
         return {}
-    by_component: dict[str, int] = {}
-    for name, entry in index.tensors.items():
-        component = name.partition(".")[0]
-        by_component[component] = by_component.get(component, 0) + entry.end - entry.begin
+    by_component = index.component_bytes()
     return {stage.id: by_component[stage.component] for stage in stages if stage.component in by_component}
 
 

@@ -83,7 +83,7 @@ def admission_check(
     """
     # float(): here the number is always a share, also the whole number 1.
     shares = {stage: (devices, float(share)) for stage, (devices, share) in stages.items()}
-    return admission_findings(device_verdicts(shares, device_total_bytes, reserve_bytes))
+    return list(admission_findings(device_verdicts(shares, device_total_bytes, reserve_bytes)).values())
 
 
 def device_verdicts(
@@ -126,19 +126,26 @@ def _budget_bytes(budget: Budget, total_bytes: int | None) -> int | None:
     return None if total_bytes is None else int(budget * total_bytes)
 
 
-def admission_findings(verdicts: Iterable[DeviceVerdict]) -> list[str]:
-    """One text for each verdict that does not fit."""
-    return [_finding(verdict) for verdict in verdicts if not verdict.fits]
+def admission_findings(verdicts: Collection[DeviceVerdict]) -> dict[int, str]:
+    """One text for each device that does not fit or that nobody knows, by device, in the order of the verdicts."""
+    there = ", ".join(str(verdict.device) for verdict in verdicts if verdict.total_bytes is not None) or "none"
+    return {
+        verdict.device: _unknown(verdict, there) if verdict.total_bytes is None else _over_full(verdict)
+        for verdict in verdicts
+        if not verdict.fits
+    }
 
 
-def _finding(verdict: DeviceVerdict) -> str:
-    if verdict.total_bytes is None:
-        return (
-            f"device {verdict.device}: asked for by {_names(verdict.demands)}, but there is no such device; "
-            "name one that exists"
-        )
+def _unknown(verdict: DeviceVerdict, there: str) -> str:
     return (
-        f"{_need(verdict)}, has {format_size(verdict.total_bytes)}, "
+        f"device {verdict.device}: asked for by {_names(verdict.demands)}, but there is no such device; "
+        f"name one that is there ({there})"
+    )
+
+
+def _over_full(verdict: DeviceVerdict) -> str:
+    return (
+        f"{_need(verdict)}, has {format_size(verdict.total_bytes or 0)}, "
         f"short by {format_size(verdict.shortfall_bytes or 0)}; lower a budget or the reserve"
     )
 

@@ -30,6 +30,8 @@ _SLUG = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,47}")
 _PLUGIN = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*", re.ASCII)
 _ENV_NAME = re.compile(r"[^=\x00-\x20]+")
 _OURS = ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", "NOTIFY_SOCKET")
+_READ_AT_START = ("LD_", "PYTHON", "GLIBC_TUNABLES", "MALLOC_")
+"""Prefixes of variables that the loader, the C library or the interpreter reads before a worker can set any."""
 
 
 def _size(value: object) -> int:
@@ -129,6 +131,8 @@ def _env_name(value: str) -> str:
         raise ValueError(f"{_shown(value)} is not a name of an environment variable")
     if value in _OURS:
         raise ValueError("stagelaunch sets this one itself; take it out")
+    if value.startswith(_READ_AT_START):
+        raise ValueError("is read when a process starts, before a stage can set it; set it for stagelaunch itself")
     return value
 
 

@@ -22,6 +22,7 @@ from stagelaunch.core.admission import (
 from stagelaunch.core.config import Deployment, Stage
 from stagelaunch.core.errors import DoesNotFitNowError, FindingsError, NeverFitsError, NoDeviceError
 from stagelaunch.core.groups import init_groups
+from stagelaunch.core.inventory import DeviceInfo
 from stagelaunch.core.phases import STEPS
 from stagelaunch.core.units import format_size
 
@@ -99,7 +100,8 @@ def make_plan(
     verdicts = device_verdicts(asks, device_totals, deployment.reserve_bytes)
     known = [verdict for verdict in verdicts if verdict.total_bytes is not None]
     fitting = [verdict for verdict in known if verdict.fits]
-    over_full = admission_findings(known) + _too_heavy(deployment.stages, verdicts, weights_bytes or {})
+    findings = admission_findings(verdicts)
+    over_full = [findings[verdict.device] for verdict in known if verdict.device in findings]
     return Plan(
         deployment=deployment.name,
         backend=deployment.backend,
@@ -107,10 +109,26 @@ def make_plan(
         groups=tuple(tuple(group) for group in init_groups(deployment.stage_devices)),
         stages=tuple(_stage_plan(stage, weights_bytes or {}) for stage in deployment.stages),
         devices=_device_plans(verdicts, free_bytes, holders or {}),
-        missing=tuple(admission_findings(v for v in verdicts if v.total_bytes is None)),
-        over_full=tuple(over_full),
+        missing=tuple(findings[verdict.device] for verdict in verdicts if verdict.total_bytes is None),
+        over_full=(*over_full, *_too_heavy(deployment.stages, verdicts, weights_bytes or {})),
         # Only of devices that could do: the others have their finding already.
         not_now=tuple(free_check(fitting, free_bytes, holders or {})) if free_bytes is not None else (),
+    )
+
+
+def make_plan_now(
+    deployment: Deployment, devices: Collection[DeviceInfo], weights_bytes: Mapping[int, int] | None = None
+) -> Plan:
+    """The plan of a deployment on the devices of this machine as they are now, free memory and holders included."""
+    return make_plan(
+        deployment,
+        {info.index: info.total_bytes for info in devices},
+        weights_bytes,
+        free_bytes={info.index: info.free_bytes for info in devices},
+        holders={
+            info.index: [Holder(process.pid, process.size_bytes, name=process.name) for process in info.processes]
+            for info in devices
+        },
     )
 
 

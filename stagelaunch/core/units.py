@@ -22,17 +22,14 @@ def _parse(text: str, units: dict[str, int] | dict[str, float], example: str) ->
 
 
 def parse_size(text: str | int) -> int:
-    """Bytes of ``"20GiB"``; a bare whole number is bytes. ValueError for anything else."""
+    """Bytes of ``"20GiB"``, a fraction of one dropped; a bare whole number is bytes. ValueError for anything else."""
     if isinstance(text, int):
         if isinstance(text, bool) or text < 0:
             raise ValueError(f"{text!r} is not a size like 20GiB")
         return text
     if text.strip().isdecimal():
         return int(text)
-    value = _parse(text, _SIZE_UNITS, "20GiB")
-    if value != int(value):
-        raise ValueError(f"{text!r} is not a whole number of bytes")
-    return int(value)
+    return int(_parse(text, _SIZE_UNITS, "20GiB"))
 
 
 def parse_duration(text: str | float) -> float:

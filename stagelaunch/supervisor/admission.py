@@ -7,12 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from stagelaunch.config_file import LoadedDeployment
-from stagelaunch.core.admission import Holder, device_verdicts, free_check
 from stagelaunch.core.config import Deployment, Stage
 from stagelaunch.core.config_rules import ENGINE_QWEN3_OMNI
-from stagelaunch.core.errors import ConfigError, DoesNotFitNowError, Fault, NeverFitsError, NoDeviceError
+from stagelaunch.core.errors import ConfigError, Fault
 from stagelaunch.core.inventory import DeviceInfo, SimulatedMachine
-from stagelaunch.core.plan import make_plan
+from stagelaunch.core.plan import make_plan_now, refusal
 from stagelaunch.core.run_spec import StageRun
 from stagelaunch.devices.query import query_devices
 from stagelaunch.supervisor.runtime import Runtime
@@ -40,35 +39,33 @@ async def admit(loaded: LoadedDeployment, machine: SimulatedMachine | None, runt
     """
     deployment = loaded.deployment
     _refuse_several_devices(loaded)
-    await asyncio.to_thread(check_checkpoint, loaded)
-    devices = await used_devices(deployment, machine)
-    _refuse_what_does_not_fit(deployment, devices)
+    weights = await asyncio.to_thread(check_checkpoint, loaded)
+    listed = await query_devices(deployment.backend, machine, INVENTORY_TIMEOUT_S)
+    error = refusal(make_plan_now(deployment, listed, weights))
+    if error is not None:
+        raise error
+    devices = {info.index: info for info in listed if info.index in deployment.device_indices}
     runs = tuple(_stage_run(loaded, stage, devices, machine, runtime) for stage in deployment.stages)
     return Admitted(devices, machine, runs)
 
 
-def check_checkpoint(loaded: LoadedDeployment) -> None:
-    """Every fault of the model directory, as far as the stages of this deployment need it. Reads headers only."""
-    components = {
-        stage.component: stage.dtype for stage in loaded.deployment.stages if stage.engine == ENGINE_QWEN3_OMNI
-    }
-    if components:
-        validate(read_index(loaded.model_dir), components)
+def check_checkpoint(loaded: LoadedDeployment) -> dict[int, int]:
+    """Weights in bytes by stage id, from headers alone. CheckpointError with every fault the stages would run into."""
+    stages = [stage for stage in loaded.deployment.stages if stage.engine == ENGINE_QWEN3_OMNI]
+    if not stages:
+        return {}
+    index = read_index(loaded.model_dir)
+    validate(index, {stage.component: stage.dtype for stage in stages})
+    sizes = index.component_bytes()
+    return {stage.id: sizes[stage.component] for stage in stages}
 
 
-async def used_devices(deployment: Deployment, machine: SimulatedMachine | None) -> dict[int, DeviceInfo]:
-    """The devices the stages name, by index, as they are now. NoDeviceError names each that is not there."""
-    listed = await query_devices(deployment.backend, machine, INVENTORY_TIMEOUT_S)
-    known = {info.index: info for info in listed}
-    there = ", ".join(str(index) for index in sorted(known)) or "none"
-    missing = tuple(
-        f"device {index} is not there: this machine has {there}; name one of them, or start on a machine that has it"
-        for index in deployment.device_indices
-        if index not in known
-    )
-    if missing:
-        raise NoDeviceError(missing)
-    return {index: known[index] for index in deployment.device_indices}
+async def devices_now(
+    before: dict[int, DeviceInfo], backend: str, machine: SimulatedMachine | None
+) -> dict[int, DeviceInfo]:
+    """The same devices as they are now, by index. One that is gone is left out; NoDeviceError when none can be read."""
+    listed = await query_devices(backend, machine, INVENTORY_TIMEOUT_S)
+    return {info.index: info for info in listed if info.index in before}
 
 
 def _refuse_several_devices(loaded: LoadedDeployment) -> None:
@@ -80,23 +77,6 @@ def _refuse_several_devices(loaded: LoadedDeployment) -> None:
     )
     if faults:
         raise ConfigError(faults)
-
-
-def _refuse_what_does_not_fit(deployment: Deployment, devices: dict[int, DeviceInfo]) -> None:
-    totals = {index: info.total_bytes for index, info in devices.items()}
-    plan = make_plan(deployment, totals)
-    if not plan.fits:
-        raise NeverFitsError(tuple(plan.findings))
-    demands = {stage.id: (stage.devices, stage.demand) for stage in deployment.stages}
-    verdicts = device_verdicts(demands, totals, deployment.reserve_bytes)
-    free = {index: info.free_bytes for index, info in devices.items()}
-    holders = {
-        index: tuple(Holder(process.pid, process.size_bytes, name=process.name) for process in info.processes)
-        for index, info in devices.items()
-    }
-    findings = free_check(verdicts, free, holders)
-    if findings:
-        raise DoesNotFitNowError(tuple(findings))
 
 
 def _stage_run(

@@ -19,7 +19,7 @@ from stagelaunch.core.groups import init_groups
 from stagelaunch.core.inventory import DeviceInfo, SimulatedMachine
 from stagelaunch.core.outcome import Outcome, memory_leftovers
 from stagelaunch.core.run_spec import runs_to_json
-from stagelaunch.supervisor.admission import Admitted, admit, used_devices
+from stagelaunch.supervisor.admission import Admitted, admit, devices_now
 from stagelaunch.supervisor.control import ControlServer, Handlers
 from stagelaunch.supervisor.runtime import Runtime, write_atomically
 from stagelaunch.supervisor.status import status_body
@@ -125,7 +125,7 @@ class _Session:
 
     async def _status(self) -> dict[str, Any]:
         before = self._admitted.devices
-        now = await used_devices(self._deployment, self._admitted.machine)
+        now = await self._devices_now()
         return status_body(self._deployment, self._supervisor, before, now, time.monotonic())
 
     def _ready_stages(self) -> dict[str, int]:
@@ -151,12 +151,14 @@ class _Session:
             await asyncio.sleep(MEMORY_POLL_S)
 
     async def _memory_missing(self, own_pids: set[int]) -> tuple[str, ...]:
-        before = self._admitted.devices
         try:
-            now: dict[int, DeviceInfo] = await used_devices(self._deployment, self._admitted.machine)
+            now = await self._devices_now()
         except NoDeviceError as error:
             return error.findings
-        return memory_leftovers(before, now, own_pids)
+        return memory_leftovers(self._admitted.devices, now, own_pids)
+
+    async def _devices_now(self) -> dict[int, DeviceInfo]:
+        return await devices_now(self._admitted.devices, self._deployment.backend, self._admitted.machine)
 
 
 def _policy(deployment: Deployment) -> launch.LaunchPolicy:

@@ -69,6 +69,14 @@ class CheckpointIndex:
     config: dict[str, Any]
     tensors: Mapping[str, TensorEntry]
 
+    def component_bytes(self) -> dict[str, int]:
+        """Bytes of weights by component: the first part of a tensor's name."""
+        found: dict[str, int] = {}
+        for name, entry in self.tensors.items():
+            component = name.partition(".")[0]
+            found[component] = found.get(component, 0) + entry.end - entry.begin
+        return found
+
 
 def read_index(model_dir: Path) -> CheckpointIndex:
     """The config and every tensor of the checkpoint in ``model_dir``.

@@ -68,7 +68,7 @@ def empty(model: Path) -> None:
 
 DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
     "missing directory": (lambda model: shutil.rmtree(model), "model"),
-    "empty directory": (empty, "config.json"),
+    "empty directory": (empty, "is empty"),
     "missing shard": (lambda model: sorted(model.glob("*.safetensors"))[0].unlink(), "safetensors"),
     "truncated shard": (truncate, "safetensors"),
     "index names an absent tensor": (
@@ -102,9 +102,14 @@ def test_a_damaged_checkpoint_is_refused_before_anything_starts(site: Site, tiny
 @pytest.mark.parametrize(
     ("change", "code", "words"),
     [
-        ({"stages": [light_stage(0, "a", 0, utilization=0.7), light_stage(1, "b", 0, utilization=0.7)]}, 78, ("device 0", "short by")),
+        (
+            {"stages": [light_stage(0, "a", 0, utilization=0.7), light_stage(1, "b", 0, utilization=0.7)]},
+            78,
+            ("device 0", "short by"),
+        ),
         ({"stages": [light_stage(0, "a", 7)]}, 69, ("device 7", "0, 1")),
         ({"stages": [light_stage(0, "a", 0, devices=[0, 1])]}, 78, ("one device",)),
+        ({"stages": [light_stage(0, "a", 0, env={"LD_PRELOAD": "x"})]}, 78, ("LD_PRELOAD", "process starts")),
         ({"order": "random"}, 78, ("order", "random")),
         ({"nmae": "x"}, 78, ("nmae", "name")),
         ({"timeouts": {"phase": "50s", "stage": "20s"}}, 78, ("phase", "stage")),

@@ -52,7 +52,9 @@ def test_every_finding_in_one_go_in_device_order_with_unknown_devices_among_them
     stages = {2: ([11, 3], 1.0), 1: ([3, 7], 1.0), 0: ([11], 1.0)}
     findings = admission_check(stages, {11: 10, 3: 10, 5: 10}, 1)
     assert [finding.split(":")[0] for finding in findings] == ["device 3", "device 7", "device 11"]
-    assert findings[1] == ("device 7: asked for by stage 1, but there is no such device; name one that exists")
+    assert (
+        findings[1] == "device 7: asked for by stage 1, but there is no such device; name one that is there (3, 5, 11)"
+    )
     assert "stage 0" in findings[2]
     assert "stage 2" in findings[2]
 
@@ -114,7 +116,7 @@ def test_the_rule_as_the_issue_states_it(stages, totals, reserve):
             refused.add(device)
     verdicts = device_verdicts(stages, totals, reserve)
     assert {verdict.device for verdict in verdicts if not verdict.fits} == refused
-    named = [int(text.split(":")[0].removeprefix("device ")) for text in admission_findings(verdicts)]
+    named = [int(text.split(":")[0].removeprefix("device ")) for text in admission_findings(verdicts).values()]
     assert named == sorted(refused)
 
 
