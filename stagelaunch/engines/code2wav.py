@@ -32,9 +32,10 @@ class Code2WavRunner:
         self._device = device
         self._chunk_frames = chunk_frames
         self._graphs = GraphSet(device)
-        codes_per_chunk = chunk_frames * model.num_quantizers
-        self.largest_batch = max(1, min(spec.max_num_batched_tokens // codes_per_chunk, spec.max_num_seqs))
-        """Chunks at once: as many as max_num_batched_tokens codes make, at least 1 and at most max_num_seqs."""
+        by_tokens = spec.max_num_batched_tokens // (chunk_frames * model.num_quantizers)
+        self.largest_batch = max(1, min(max(by_tokens, *spec.capture_sizes, 0), spec.max_num_seqs))
+        """Chunks at once: as many as max_num_batched_tokens codes make, or the largest graph takes if that is more;
+        at least 1 and at most max_num_seqs."""
 
     def run_largest_batch(self) -> None:
         """One chunk of every row of the largest batch."""
@@ -55,8 +56,8 @@ class Code2WavRunner:
         if size > self.largest_batch:
             raise StageError(
                 f"cannot capture {size} chunks of {self._chunk_frames} frames: the stage's largest batch is "
-                f"{self.largest_batch}; lower its graph sizes, or raise max_num_batched_tokens to at least "
-                f"{size * self._chunk_frames * self._model.num_quantizers}"
+                f"{self.largest_batch}, and its profile has not seen more; list the size in the stage's graphs, "
+                "or raise max_num_seqs"
             )
         self._graphs.capture(size, self._step, (self.new_codes(size),))
 

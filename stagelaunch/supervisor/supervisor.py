@@ -10,6 +10,7 @@ import asyncio
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from signal import SIGKILL, SIGTERM
 from typing import Any
 
 from stagelaunch.core import board, launch
@@ -210,8 +211,10 @@ class Supervisor:
             if not answer.done():
                 answer.set_exception(ConnectionResetError(f"stage {stage.run.name} ended"))
         signal = signal_name(-code) if code < 0 else None
+        assert stage.view is not None
+        as_asked = stage.view.phase is Phase.STOP and -code in (0, SIGTERM, SIGKILL)
         failure = None
-        if not stage.told_failure:
+        if not stage.told_failure and not as_asked:
             failure = self._as_first(stage, self._failure(stage, *exited(code, signal)))
         self._say_of(stage, f"ended ({signal or f'exit code {code}'})")
         self._dispatch(launch.StageEnded(stage.run.stage_id, failure, self._loop.time()))

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import select
 import signal
 import subprocess
 from pathlib import Path
 
 import pytest
-from deployments import Site, light_stage
+from deployments import Ran, Site, light_stage
 
 
 @pytest.fixture
@@ -133,8 +134,6 @@ def test_ctrl_c_while_booting_leaves_nothing(site: Site) -> None:
         process.send_signal(signal.SIGINT)
         code, said = finish(process, lines)
     assert code == 130
-    from deployments import Ran
-
     site.assert_nothing_left(Ran(code, "", said))
 
 
@@ -148,8 +147,6 @@ def test_a_stage_that_dies_after_boot_takes_the_others_along(site: Site) -> None
     assert code == 1
     assert "stage alpha failed in phase ready" in said
     assert "SIGKILL" in said
-    from deployments import Ran
-
     site.assert_nothing_left(Ran(code, "", said))
 
 
@@ -161,8 +158,6 @@ def test_supervisor_killed_takes_its_stages_along(site: Site) -> None:
     fds = [os.pidfd_open(stage["pid"]) for stage in stages]
     process.kill()
     process.communicate(timeout=10)
-    import select
-
     for fd in fds:
         assert select.select([fd], [], [], 10)[0]
         os.close(fd)

@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
-from deployments import Ran, Site
+from deployments import Ran, Site, three_stages
+
+from stagelaunch.core.inventory import simulated_uuid
+from stagelaunch.core.phases import LockMode
+from stagelaunch.system.locks import DeviceLocks, LockDirectory
 
 PHASES = ("import", "context", "load", "profile", "size", "allocate", "capture")
 
 
 @pytest.fixture
 def site(tmp_path: Path) -> Site:
-    return Site(tmp_path)
+    """Two stages on one device: beta, which fails, and gamma, which is in some phase then."""
+    return Site(tmp_path, three_stages()[1:])
 
 
 def fail(site: Site, fault: str) -> Ran:
-    site.stages[1]["options"] = {"fault": fault}
+    site.stages[0]["options"] = {"fault": fault}
     ran = site.up()
     site.assert_nothing_left(ran)
     return ran
@@ -65,7 +71,7 @@ def test_a_stage_that_hangs_runs_into_its_phase_deadline_and_is_removed(site: Si
 def test_the_boot_deadline_names_who_was_waited_for(site: Site) -> None:
     site.top["timeouts"] = {"phase": "10s", "stage": "11s", "boot": "12s", "lock": "5s", "stop": "1s"}
     site.top["order"] = "serial"
-    site.stages[2]["options"] = {"fault": "import:hang"}
+    site.stages[1]["options"] = {"fault": "import:hang"}
     ran = site.up()
     site.assert_nothing_left(ran)
     assert ran.code == 124, ran.stderr
@@ -73,9 +79,9 @@ def test_the_boot_deadline_names_who_was_waited_for(site: Site) -> None:
 
 
 def test_a_budget_that_cannot_hold_one_request_says_which_would_do(site: Site) -> None:
-    site.stages[1]["budget"] = "230MiB"
-    del site.stages[1]["utilization"]
-    site.stages[1]["max_model_len"] = 50_000
+    site.stages[0]["budget"] = "230MiB"
+    del site.stages[0]["utilization"]
+    site.stages[0]["max_model_len"] = 50_000
     ran = site.up()
     site.assert_nothing_left(ran)
     assert ran.code == 1
@@ -84,7 +90,7 @@ def test_a_budget_that_cannot_hold_one_request_says_which_would_do(site: Site) -
 
 
 def test_weights_larger_than_the_device_are_an_out_of_memory_error(site: Site) -> None:
-    site.stages[1]["options"] = {"weights_mib": "2000"}
+    site.stages[0]["options"] = {"weights_mib": "2000"}
     ran = site.up()
     site.assert_nothing_left(ran)
     assert ran.code == 1
@@ -93,18 +99,10 @@ def test_weights_larger_than_the_device_are_an_out_of_memory_error(site: Site) -
 
 
 def test_a_device_lock_that_is_held_times_out_and_names_its_holder(site: Site) -> None:
-    import os
-    import signal
-
-    from stagelaunch.core.inventory import simulated_uuid
-    from stagelaunch.core.phases import LockMode
-    from stagelaunch.system.locks import DeviceLocks, LockDirectory
-
     site.top["timeouts"] = {"phase": "30s", "stage": "50s", "boot": "60s", "lock": "2s", "stop": "1s"}
-    locks = DeviceLocks(LockDirectory(site.directory / "locks"), [simulated_uuid(0)], owner="the-test/neighbour")
+    locks = DeviceLocks(LockDirectory(site.directory / "locks"), [simulated_uuid(1)], owner="the-test/neighbour")
     with locks.hold(LockMode.EXCLUSIVE, phase="profile", timeout_s=1):
         ran = site.up()
     site.assert_nothing_left(ran)
     assert ran.code == 75, ran.stderr
     assert f"pid {os.getpid()} (the-test/neighbour)" in ran.stderr
-    assert signal.SIGTERM.name in ran.stderr
