@@ -53,6 +53,10 @@ class Device(Protocol):
     def torch_device(self) -> torch.device:
         """Where tensors of this device live for torch."""
 
+    @property
+    def fills_in_place(self) -> bool:
+        """Resident tensors are host memory that may be written directly, at no rate of the device's own."""
+
     def create_context(self) -> int | None:
         """Create the context and library handles every process pays for. Called once, before anything else.
 

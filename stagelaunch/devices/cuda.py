@@ -14,7 +14,7 @@ import torch
 
 from stagelaunch.core.errors import NoDeviceError
 from stagelaunch.devices.base import Graph, MemoryStats, Step
-from stagelaunch.devices.inventory import own_cuda_bytes
+from stagelaunch.devices.inventory import free_cuda_bytes, own_cuda_bytes
 
 
 @dataclass(frozen=True)
@@ -52,8 +52,15 @@ class CudaDevice:
         """``cuda:0``."""
         return self._device
 
-    def create_context(self) -> None:
+    @property
+    def fills_in_place(self) -> bool:
+        """Device memory is no host memory."""
+        return False
+
+    def create_context(self) -> int | None:
         """Create the context and the handles of the BLAS libraries. NoDeviceError if it is another device's."""
+        # NVML's figure: cudaMemGetInfo would create the context whose cost is asked for.
+        before = free_cuda_bytes(self._uuid)
         torch.cuda.init()  # type: ignore[no-untyped-call]
         torch.cuda.set_device(self._device)
         found = f"{torch.cuda.get_device_properties(self._device).uuid}"
@@ -68,6 +75,12 @@ class CudaDevice:
             matrix = torch.ones(64, 64, dtype=dtype, device=self._device)
             torch.matmul(matrix, matrix)
         torch.cuda.synchronize()
+        del matrix
+        torch.cuda.empty_cache()
+        after = free_cuda_bytes(self._uuid)
+        # What the allocator still keeps is counted as its own, not as the context's.
+        reserved = torch.cuda.memory_reserved(self._device)
+        return None if before is None or after is None else before - after - reserved
 
     def total_bytes(self) -> int:
         """Total of cudaMemGetInfo."""

@@ -10,7 +10,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from stagelaunch.core.errors import NoDeviceError
 from stagelaunch.core.inventory import DeviceInfo, DeviceProcess, device_to_json
 from stagelaunch.devices.simfile import list_simulated_devices
 
-__all__ = ["list_cuda_devices", "list_simulated_devices", "own_cuda_bytes"]
+__all__ = ["free_cuda_bytes", "list_cuda_devices", "list_simulated_devices", "own_cuda_bytes"]
 
 _NOT_AVAILABLE = 2**64 - 1
 _PROCESS_TRIES = 5
@@ -35,10 +35,18 @@ def list_cuda_devices() -> tuple[DeviceInfo, ...]:
 
 def own_cuda_bytes(uuid: str) -> int | None:
     """What the driver says this process holds on a device; None when it does not say, never 0 for unknown."""
-    with _nvml() as nvml:
+    with suppress(NoDeviceError), _nvml() as nvml:
         sizes = {pid: size for pid, size in _running(nvml, nvml.nvmlDeviceGetHandleByUUID(uuid)) if size}
-    # In a container the driver may know us by our number outside.
-    return next((sizes[pid] for pid in (os.getpid(), *_namespace_pids()) if pid in sizes), None)
+        # In a container the driver may know us by our number outside.
+        return next((sizes[pid] for pid in (os.getpid(), *_namespace_pids()) if pid in sizes), None)
+    return None
+
+
+def free_cuda_bytes(uuid: str) -> int | None:
+    """What the driver says is free on a device, without creating a context there; None when it does not say."""
+    with suppress(NoDeviceError), _nvml() as nvml:
+        return _memory(nvml, nvml.nvmlDeviceGetHandleByUUID(uuid))[1]
+    return None
 
 
 @contextmanager

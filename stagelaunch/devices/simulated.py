@@ -54,14 +54,21 @@ class SimulatedDevice:
         """The host: simulated memory is host memory that is counted."""
         return torch.device("cpu")
 
-    def create_context(self) -> None:
+    @property
+    def fills_in_place(self) -> bool:
+        """Host memory, unless the machine has a transfer rate that every byte must keep to."""
+        return self._machine.transfer_bytes_per_s is None
+
+    def create_context(self) -> int | None:
         """Charge what a context costs. torch.OutOfMemoryError when the device has no room for it."""
         self._check()
+        before = self._file.free_bytes(self._index)
         if self._has_context:
-            return
+            return 0
         if not self._file.allocate(self._index, self._machine.context_bytes):
             raise out_of_memory(self._file, self._index, self._machine.context_bytes)
         self._has_context = True
+        return before - self._file.free_bytes(self._index)
 
     def total_bytes(self) -> int:
         """Capacity of the device."""

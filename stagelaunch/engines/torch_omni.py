@@ -113,8 +113,8 @@ class TorchOmniEngine:
         """Fill every parameter from the checkpoint; what the reader raises passes through."""
         if self._plan is None or self._device is None:
             raise StageError("cannot read the weights: nothing is allocated for them; call allocate_weights first")
-        in_place = self._device.torch_device.type == "cpu"
-        fill(self._plan, self._unfilled, None if in_place else self._device.copy_from_host, progress)
+        copy = None if self._device.fills_in_place else self._device.copy_from_host
+        fill(self._plan, self._unfilled, copy, progress)
         self._unfilled = {}
 
     @property

@@ -24,7 +24,7 @@ from stagelaunch.supervisor.control import ControlServer, Handlers
 from stagelaunch.supervisor.runtime import Runtime, write_atomically
 from stagelaunch.supervisor.status import status_body
 from stagelaunch.supervisor.supervisor import Supervisor
-from stagelaunch.system.locks import LockDirectory, holders
+from stagelaunch.system.locks import LockDirectory, holders, waiters
 
 ASK_SHARE = 0.8
 """Of the stop grace: what a ready stage has to answer to being asked before TERM."""
@@ -186,9 +186,10 @@ def _story(found: launch.Failure | None) -> StageFailure | None:
 
 
 def _sweep_lock_records(lock_dir: LockDirectory, admitted: Admitted) -> None:
-    """Reading the holders of a device drops the records of dead ones; a killed stage leaves one behind."""
+    """Reading the records of a device drops those of dead processes; a killed stage leaves one behind."""
     for info in admitted.devices.values():
         holders(lock_dir, info.uuid)
+        waiters(lock_dir, info.uuid)
 
 
 def _ending(outcome: Outcome | None) -> dict[str, Any]:

@@ -158,15 +158,15 @@ class Boot:
         return Term(estimate_graphs(trials, len(sizes)), Source.ESTIMATE)
 
     def _capture_one(self, size: int) -> int:
-        """Capture one size; the bytes it took."""
-        before = self._held_bytes()
+        """Capture one size; the bytes it took, by the driver's figure of this process or else by the allocator's."""
+        device = self._device
+        own_before, reserved_before = device.process_bytes(), device.memory().reserved_bytes
         self._engine.capture(size)
         self._settle()
-        return self._held_bytes() - before
-
-    def _held_bytes(self) -> int:
-        own = self._device.process_bytes()
-        return self._device.memory().reserved_bytes if own is None else own
+        own_after, reserved_after = device.process_bytes(), device.memory().reserved_bytes
+        if own_before is None or own_after is None:
+            return reserved_after - reserved_before
+        return own_after - own_before
 
     def _allocate(self, ledger: Ledger) -> None:
         if ledger.num_blocks == 0:
