@@ -12,6 +12,7 @@ import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -190,16 +191,18 @@ class _Recorder(OperatorMode):  # type: ignore[no-untyped-call]
         self.calls: list[_Call] = []
         self._created: set[int] = set()
         """All alive, because the calls hold their results: an address stands for one storage."""
-        self._before: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
+        self._undo: list[Callable[[], object]] = []
+        self._saved: dict[int, torch.UntypedStorage] = {}
+        """Storages that ``undo`` puts back as a whole; kept, so that an address stands for one of them."""
 
     def created(self, storage: torch.UntypedStorage) -> bool:
         """Whether ``storage`` came to be in the recording."""
         return storage._cdata in self._created
 
     def undo(self) -> None:
-        """Put back what the step wrote into memory that was there before."""
-        for storage, content in self._before.values():
-            storage.copy_(content)
+        """Put back what the step wrote into memory that was there before, the last write first."""
+        while self._undo:
+            self._undo.pop()()
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -211,7 +214,7 @@ class _Recorder(OperatorMode):  # type: ignore[no-untyped-call]
             # A constant written down in the step: every replay starts from its value.
             func = torch.ops.aten.clone.default
         if func._schema.is_mutable:
-            self._remember(storages(_written(func, args, kwargs)))
+            self._remember(func, args, kwargs)
         given = {s._cdata for s in storages((args, tuple(kwargs.values())))}
         before = _frozen(args), {name: _frozen(value) for name, value in kwargs.items()}
         result = func(*args, **kwargs)
@@ -222,10 +225,21 @@ class _Recorder(OperatorMode):  # type: ignore[no-untyped-call]
             self.calls.append(_Call(func, before[0], before[1], fresh))
         return result
 
-    def _remember(self, written: Iterator[torch.UntypedStorage]) -> None:
-        for storage in written:
-            if not self.created(storage) and storage._cdata not in self._before:
-                self._before[storage._cdata] = (storage, storage.clone())  # type: ignore[no-untyped-call]
+    def _remember(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Note how to take back what ``func`` is about to write into memory that was there before."""
+        written = list(storages(_written(func, args, kwargs)))
+        old = [s for s in written if not self.created(s) and s._cdata not in self._saved]
+        if not old:
+            return
+        if func is torch.ops.aten.index_copy_.default:
+            # A few rows of what may be a whole KV cache: only they are kept.
+            target, dim, index = args[:3]
+            rows = target.index_select(dim, index)
+            self._undo.append(lambda: target.index_copy_(dim, index, rows))
+            return
+        for storage in old:
+            self._saved[storage._cdata] = storage
+            self._undo.append(partial(storage.copy_, storage.clone()))  # type: ignore[no-untyped-call]
 
 
 def _frozen(value: Any) -> Any:
