@@ -497,7 +497,7 @@ def test_recording_puts_back_rows_that_a_step_writes_more_than_once(device):
     before = cache.clone()
     step_input = device.empty((2, 2), torch.float32)
     step_input.fill_(7.0)
-    first, second = torch.tensor([1, 1]), torch.tensor([1, 3])
+    first, second = torch.tensor([1, 1]), torch.tensor([0, 3])
 
     def step(values):
         cache.index_copy_(0, first, values)
