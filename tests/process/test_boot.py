@@ -7,10 +7,14 @@ import os
 import select
 import signal
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from deployments import Ran, Site, light_stage
+
+from stagelaunch.core.phases import BOOT_PHASES
 
 
 @pytest.fixture
@@ -34,52 +38,68 @@ def finish(process: subprocess.Popen[str], lines: list[str]) -> tuple[int, str]:
     return process.returncode, "".join(lines) + stderr
 
 
-def test_life_of_a_deployment(site: Site) -> None:
-    config = str(site.write())
-    up = site.run("up", config, "--detach", "--wait")
+@pytest.fixture(scope="module")
+def ready(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
+    """Three stages that are ready, for tests that only look; taken down and looked over at the end."""
+    site = Site(tmp_path_factory.mktemp("ready"))
+    up = site.run("up", str(site.write()), "--detach", "--wait")
     assert up.code == 0, up.stderr
     assert "site: ready" in up.stdout
-
-    status = site.run("status", config, "--json")
-    body = json.loads(status.stdout)
-    assert (status.code, body["state"]) == (0, "ready")
-    assert [stage["phase"] for stage in body["stages"]] == ["ready"] * 3
-    for stage in body["stages"]:
-        assert stage["ledger_is_final"]
-        assert stage["ledger"]["num_blocks"] > 0
-        assert [span["phase"] for span in stage["phases"]] == [
-            "spawn", "import", "context", "load", "profile", "size", "allocate", "capture",
-        ]  # fmt: skip
-
-    probe = site.run("probe", config)
-    assert (probe.code, probe.stdout.count("identical")) == (0, 3)
-    assert site.run("probe", config, "delta").code == 1
-
-    second = site.up()
-    assert second.code == 75
-    assert f"supervisor pid {body['pid']}" in second.stderr
-
-    down = site.run("down", config)
+    yield site
+    down = site.run("down", str(site.config))
     assert (down.code, "device memory is back" in down.stdout) == (0, True)
     site.assert_nothing_left(up)
     assert site.state()["state"] == "ended"
-    assert site.run("down", config).code == 1
-    assert "ended with exit code 0" in site.run("status", config).stdout
+    assert site.run("down", str(site.config)).code == 1
+    assert "ended with exit code 0" in site.run("status", str(site.config)).stdout
 
 
-def test_what_the_device_records_is_what_the_ledger_says(site: Site) -> None:
-    config = str(site.write())
-    up = site.run("up", config, "--detach", "--wait")
-    body = json.loads(site.run("status", config, "--json").stdout)
-    held = {process.pid: process.size_bytes for info in site.devices().values() for process in info.processes}
-    assert site.run("down", config).code == 0
+def status(site: Site) -> dict[str, Any]:
+    ran = site.run("status", str(site.config), "--json")
+    body: dict[str, Any] = json.loads(ran.stdout)
+    assert ran.code == (0 if body["state"] == "ready" else 1)
+    return body
+
+
+def test_every_stage_is_ready_and_tells_its_phases_and_its_ledger(ready: Site) -> None:
+    body = status(ready)
+    assert body["state"] == "ready"
     for stage in body["stages"]:
+        assert stage["phase"] == "ready"
+        assert stage["ledger_is_final"]
+        assert stage["ledger"]["num_blocks"] > 0
+        assert [span["phase"] for span in stage["phases"]] == [str(phase) for phase in BOOT_PHASES]
+
+
+def test_what_the_device_records_is_what_the_ledger_says(ready: Site) -> None:
+    held = {process.pid: process.size_bytes for info in ready.devices().values() for process in info.processes}
+    for stage in status(ready)["stages"]:
         terms = {name: term["bytes"] for name, term in stage["ledger"]["terms"].items()}
         resident = terms["context"] + terms["weights"] + terms["non_torch"] + terms["graphs"] + terms["kv"]
-        # Weights and KV are segments of 2 MiB apart, and of 2 MiB together: rounding may differ by one.
+        # Weights and KV in segments of 2 MiB, each by itself and both together: rounding may differ by one.
         assert abs(held[stage["pid"]] - resident) <= 2 << 20
         assert held[stage["pid"]] <= terms["budget"]
-    site.assert_nothing_left(up)
+
+
+def test_probes_go_through_the_graphs(ready: Site) -> None:
+    probe = ready.run("probe", str(ready.config))
+    assert (probe.code, probe.stdout.count("identical")) == (0, 3)
+    one = json.loads(ready.run("probe", str(ready.config), "beta", "--json").stdout)
+    assert [(result["stage"], result["through_graph"]) for result in one] == [("beta", True)]
+    nobody = ready.run("probe", str(ready.config), "delta")
+    assert (nobody.code, "delta" in nobody.stderr) == (1, True)
+
+
+def test_a_second_start_is_refused_and_names_the_first(ready: Site) -> None:
+    second = ready.up()
+    assert second.code == 75
+    assert f"supervisor pid {status(ready)['pid']}" in second.stderr
+
+
+def test_the_supervisor_never_imports_torch(ready: Site) -> None:
+    maps = Path(f"/proc/{status(ready)['pid']}/maps").read_text()
+    assert "python" in maps
+    assert "libtorch" not in maps
 
 
 def test_blocks_are_the_same_in_both_orders_and_alone(site: Site) -> None:
@@ -114,13 +134,14 @@ def test_serial_order_starts_a_stage_only_when_the_one_before_is_ready(site: Sit
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_while_ready_stops_in_good_order(site: Site, number: signal.Signals) -> None:
+    site.stages = site.stages[1:]
     process = site.start("up", str(site.write()))
     assert process.stdout is not None
     assert "site: ready" in process.stdout.readline()
     process.send_signal(number)
     code, said = finish(process, [])
     assert code == (130 if number is signal.SIGINT else 0), said
-    assert said.count("ended (exit code 0)") == 3
+    assert said.count("ended (exit code 0)") == 2
 
 
 def test_ctrl_c_while_booting_leaves_nothing(site: Site) -> None:
@@ -138,6 +159,7 @@ def test_ctrl_c_while_booting_leaves_nothing(site: Site) -> None:
 
 
 def test_a_stage_that_dies_after_boot_takes_the_others_along(site: Site) -> None:
+    site.stages = site.stages[:2]
     process = site.start("up", str(site.write()))
     assert process.stdout is not None
     assert "site: ready" in process.stdout.readline()
@@ -151,6 +173,7 @@ def test_a_stage_that_dies_after_boot_takes_the_others_along(site: Site) -> None
 
 
 def test_supervisor_killed_takes_its_stages_along(site: Site) -> None:
+    site.stages = site.stages[1:]
     process = site.start("up", str(site.write()))
     assert process.stdout is not None
     assert "site: ready" in process.stdout.readline()
@@ -166,14 +189,3 @@ def test_supervisor_killed_takes_its_stages_along(site: Site) -> None:
     again = site.run("up", str(site.config), "--detach", "--wait")
     assert again.code == 0, again.stderr
     assert site.run("down", str(site.config)).code == 0
-
-
-def test_the_supervisor_never_imports_torch(site: Site) -> None:
-    config = str(site.write())
-    assert site.run("up", config, "--detach", "--wait").code == 0
-    pid = json.loads(site.run("status", config, "--json").stdout)["pid"]
-    maps = Path(f"/proc/{pid}/maps").read_text()
-    assert site.run("down", config).code == 0
-    assert "libpython" in maps or "python" in maps
-    assert "libtorch" not in maps
-    assert "nvidia-ml" not in maps

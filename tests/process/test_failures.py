@@ -59,7 +59,7 @@ def test_each_way_to_die(site: Site, kind: str, said: str) -> None:
         assert "light_engine.py" in ran.stderr
 
 
-@pytest.mark.parametrize("kind", ["hang", "sigstop", "ignoreterm"])
+@pytest.mark.parametrize("kind", ["sigstop", "ignoreterm"])
 def test_a_stage_that_hangs_runs_into_its_phase_deadline_and_is_removed(site: Site, kind: str) -> None:
     site.top["timeouts"] = {"phase": "12s", "stage": "40s", "boot": "60s", "lock": "30s", "stop": "1s"}
     ran = fail(site, f"load:{kind}")

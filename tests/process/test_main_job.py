@@ -1,0 +1,39 @@
+"""The main job: three Qwen3-Omni-shaped stages from a real checkpoint on disk, on two simulated devices."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import yaml
+from deployments import ROOT, Site
+
+
+def test_three_real_stages_boot_answer_and_leave_nothing(tmp_path: Path, tiny_checkpoint: Path) -> None:
+    shipped = yaml.safe_load((ROOT / "configs" / "qwen3-omni-tiny.yaml").read_text())
+    own = {
+        "name": "site",
+        "model": str(tiny_checkpoint),
+        "simulated": {**shipped["simulated"], "file": "devices"},
+        "lock_dir": "locks",
+        "runtime_dir": "run",
+    }
+    site = Site(tmp_path, shipped["stages"], {**shipped, **own})
+    config = str(site.write())
+    up = site.run("up", config, "--detach", "--wait")
+    assert up.code == 0, up.stderr
+
+    stages = {stage["name"]: stage for stage in json.loads(site.run("status", config, "--json").stdout)["stages"]}
+    blocks = {name: stage["ledger"]["num_blocks"] for name, stage in stages.items()}
+    assert blocks["thinker"] > 1000
+    assert blocks["talker"] > 1000
+    assert blocks["code2wav"] == 0
+    for stage in stages.values():
+        assert stage["ledger"]["terms"]["activations"]["bytes"] > 0
+
+    results = json.loads(site.run("probe", config, "--json").stdout)
+    assert [(r["stage"], r["through_graph"], r["max_abs_diff"]) for r in results] == [
+        (name, True, 0.0) for name in ("thinker", "talker", "code2wav")
+    ]
+    assert site.run("down", config).code == 0
+    site.assert_nothing_left(up)
