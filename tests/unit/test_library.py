@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from stagelaunch.core.phases import STEPS
+
 README = (Path(__file__).parents[2] / "README.md").read_text()
 
 
@@ -25,3 +27,13 @@ def test_the_example_in_the_readme_runs_and_says_what_it_says() -> None:
     lines = run_python(example).splitlines()
     assert lines[0] == "[[0], [1, 2]]"
     assert "device 1" in lines[1]
+
+
+def test_the_phase_table_of_the_readme_is_the_one_in_the_code() -> None:
+    rows = re.findall(r"^\| ([a-z, ]+) \|[^|]*\| ([a-z, ]+) \|$", README, re.MULTILINE)
+    said = {phase: set(locks.split(", ")) for phases, locks in rows for phase in phases.split(", ")}
+    assert said.pop("phase") == {"device lock"}
+    wanted: dict[str, set[str]] = {}
+    for step in STEPS:
+        wanted.setdefault(step.phase, set()).add(step.lock)
+    assert said == wanted
