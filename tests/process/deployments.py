@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import select
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -18,7 +19,6 @@ from stagelaunch.config_file import load_deployment
 from stagelaunch.core.inventory import DeviceInfo
 from stagelaunch.devices.inventory import list_simulated_devices
 from stagelaunch.system.locks import holders
-from stagelaunch.system.process import start_time
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
@@ -44,6 +44,18 @@ def light_stage(stage_id: int, name: str, device: int, **more: Any) -> dict[str,
 
 def three_stages() -> list[dict[str, Any]]:
     return [light_stage(0, "alpha", 0), light_stage(1, "beta", 1), light_stage(2, "gamma", 1)]
+
+
+def is_gone(pid: int) -> bool:
+    """Whether the process is dead, or dies within seconds: a SIGKILL that was sent takes its moment."""
+    try:
+        fd = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return True
+    try:
+        return bool(select.select([fd], [], [], 5)[0])
+    finally:
+        os.close(fd)
 
 
 @dataclass
@@ -102,7 +114,7 @@ class Site:
 
     def assert_nothing_left(self, ran: Ran) -> None:
         """No process of the boot lives, no device byte is held, no lock is held, no socket or record is left."""
-        assert [pid for pid in ran.pids if start_time(pid) is not None] == []
+        assert [pid for pid in ran.pids if not is_gone(pid)] == []
         for info in self.devices().values():
             assert (info.free_bytes, info.processes) == (info.total_bytes, ())
             assert holders(self.directory / "locks", info.uuid) == ()

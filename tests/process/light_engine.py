@@ -50,11 +50,25 @@ def misbehave(kind: str) -> None:
         case "sigstop":
             os.kill(os.getpid(), signal.SIGSTOP)
             hang()
+        case "fork":
+            leave_a_child_behind()
         case "ignoreterm":
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
             hang()
         case _:
             raise AssertionError(f"unknown kind of fault: {kind}")
+
+
+def leave_a_child_behind() -> None:
+    """Die with a child in the same process group that ignores SIGTERM; its pid is said in the stage's log."""
+    said, say = os.pipe()
+    if os.fork() == 0:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        os.write(2, f"left behind (pid {os.getpid()})\n".encode())
+        os.write(say, b".")
+        hang()
+    os.read(said, 1)
+    os._exit(5)
 
 
 class LightEngine:

@@ -59,6 +59,13 @@ def test_each_way_to_die(site: Site, kind: str, said: str) -> None:
         assert "light_engine.py" in ran.stderr
 
 
+def test_a_child_of_a_stage_goes_with_it(site: Site) -> None:
+    ran = fail(site, "load:fork")
+    assert ran.code == 1
+    # assert_nothing_left has looked for it: its pid is among those that were said.
+    assert "left behind (pid" in ran.stderr
+
+
 @pytest.mark.parametrize("kind", ["sigstop", "ignoreterm"])
 def test_a_stage_that_hangs_runs_into_its_phase_deadline_and_is_removed(site: Site, kind: str) -> None:
     site.top["timeouts"] = {"phase": "12s", "stage": "40s", "boot": "60s", "lock": "30s", "stop": "1s"}
