@@ -17,7 +17,14 @@ from stagelaunch.supervisor.runtime import Runtime
 @click.command()
 @click.argument("target")
 @click.option("--now", is_flag=True, help="Kill the stages instead of asking them first.")
-@click.option("--timeout", "timeout_s", default=60.0, show_default=True, help="Seconds to wait for the end.")
+@click.option(
+    "--timeout",
+    "timeout_s",
+    type=click.FloatRange(min=0),
+    default=60.0,
+    show_default=True,
+    help="Seconds to wait for the end.",
+)
 @click.option("--runtime-dir", type=click.Path(path_type=Path), help="Where deployments keep their sockets.")
 def down(target: str, now: bool, timeout_s: float, runtime_dir: Path | None) -> int:
     """Stop the deployment TARGET (its name or config file). Exit 0, or 71 if something is left."""
@@ -25,8 +32,7 @@ def down(target: str, now: bool, timeout_s: float, runtime_dir: Path | None) -> 
     name = runtime.directory.name
     try:
         pidfd = _open_supervisor(runtime)
-        for _ in range(2 if now else 1):
-            request(runtime, "POST", "/v1/down")
+        request(runtime, "POST", f"/v1/down?now={int(now)}")
     except NotRunningError as error:
         click.echo(f"stagelaunch: {error}", err=True)
         return error.exit_code
@@ -35,7 +41,19 @@ def down(target: str, now: bool, timeout_s: float, runtime_dir: Path | None) -> 
             f"stagelaunch: {name} is still stopping after {timeout_s:g}s; see: stagelaunch status {name}", err=True
         )
         return ExitCode.CLEANUP_INCOMPLETE
-    leftovers = runtime.read_state().get("leftovers", [])
+    return _report(runtime)
+
+
+def _report(runtime: Runtime) -> int:
+    """What the supervisor wrote down about its end; one that could not write has not looked for leftovers."""
+    name = runtime.directory.name
+    ending = runtime.read_state()
+    if ending.get("state") != "ended" or ending.get("exit_code") is None:
+        click.echo(
+            f"stagelaunch: {name} is gone, but died before it could check its clean-up; see: nvidia-smi", err=True
+        )
+        return ExitCode.CLEANUP_INCOMPLETE
+    leftovers = ending.get("leftovers", [])
     for text in leftovers:
         click.echo(f"stagelaunch: LEFT BEHIND: {text}", err=True)
     if leftovers:
@@ -46,10 +64,9 @@ def down(target: str, now: bool, timeout_s: float, runtime_dir: Path | None) -> 
 
 def _open_supervisor(runtime: Runtime) -> int:
     """A pidfd of the live supervisor: unlike its pid, it cannot come to mean another process."""
-    pid = runtime.live_pid()
     name = runtime.directory.name
-    if pid is None:
-        raise NotRunningError(f"cannot stop deployment {name}: it is not running")
+    # Its state file may have been deleted; the supervisor itself knows who it is.
+    pid = runtime.live_pid() or int(request(runtime, "GET", "/v1/status")["pid"])
     try:
         return os.pidfd_open(pid)
     except ProcessLookupError:

@@ -6,8 +6,9 @@ A subcommand returns an ``ExitCode``, or None for success, or raises a ``Stagela
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import importlib
-import os
 import sys
 import traceback
 from collections.abc import Sequence
@@ -16,6 +17,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 import click
 
+from stagelaunch.cli.streams import discard, open_standard_streams
 from stagelaunch.core.errors import ExitCode, StagelaunchError
 
 
@@ -80,13 +82,13 @@ def cli() -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command line; the exit code of the process. Never raises but for a second Ctrl-C."""
+    open_standard_streams()
     try:
         code = _run(sys.argv[1:] if argv is None else argv)
-        if sys.stdout is not None:
-            sys.stdout.flush()
+        sys.stdout.flush()
         return code
     except BrokenPipeError:
-        _discard_stdout()
+        discard(sys.stdout)
         return ExitCode.OK
     except (KeyboardInterrupt, click.Abort):
         _say("interrupted")
@@ -94,11 +96,25 @@ def main(argv: Sequence[str] | None = None) -> int:
     except StagelaunchError as error:
         _say(str(error))
         return error.exit_code
+    except OSError as error:
+        if error.errno not in _OUTPUT_ERRORS or error.filename is not None:
+            return _internal_error()
+        discard(sys.stdout)
+        _say(f"cannot write the output: {error.strerror}")
+        return ExitCode.TEMPORARY
     except Exception:
-        # With its traceback always: it is our bug, and the report needs it.
-        traceback.print_exc()
-        _say("internal error: this is a bug in stagelaunch; please report it with the lines above and your config file")
-        return ExitCode.INTERNAL
+        return _internal_error()
+
+
+_OUTPUT_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EFBIG)
+"""What a write to a full or broken stdout ends with."""
+
+
+def _internal_error() -> int:
+    # With its traceback always: it is our bug, and the report needs it.
+    traceback.print_exc()
+    _say("internal error: this is a bug in stagelaunch; please report it with the lines above and your config file")
+    return ExitCode.INTERNAL
 
 
 def _run(argv: Sequence[str]) -> int:
@@ -118,16 +134,10 @@ def _run(argv: Sequence[str]) -> int:
 
 
 def _say(text: str) -> None:
-    """On stderr, every line marked as ours."""
-    for line in text.splitlines():
-        click.echo(f"stagelaunch: {line}", err=True)
-
-
-def _discard_stdout() -> None:
-    """Nobody reads it any more; without this the interpreter complains while it flushes at exit."""
-    null = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(null, sys.stdout.fileno())
-    os.close(null)
+    """On stderr, every line marked as ours; the exit code has to do where nobody can read it."""
+    with contextlib.suppress(OSError):
+        for line in text.splitlines():
+            click.echo(f"stagelaunch: {line}", err=True)
 
 
 if __name__ == "__main__":

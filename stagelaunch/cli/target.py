@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from stagelaunch.config_file import LoadedDeployment, load_deployment
+from stagelaunch.core.config_fields import is_slug
 from stagelaunch.core.errors import UsageError
 from stagelaunch.supervisor.runtime import Runtime
 
@@ -26,7 +27,7 @@ def find_target(given: str, runtime_dir: Path | None) -> Target:
     if given.endswith(_CONFIG_SUFFIXES):
         loaded = load_deployment(given)
         return Target(loaded.deployment.name, runtime_of(loaded, runtime_dir), loaded)
-    if "/" in given or given in (".", ".."):
+    if not is_slug(given):
         raise UsageError(f"{given!r} is neither a config file (*.yaml, *.json) nor the name of a deployment")
     return Target(given, Runtime.of(given, runtime_dir), None)
 

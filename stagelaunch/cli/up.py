@@ -17,6 +17,7 @@ import click
 
 from stagelaunch.cli.machine import simulated_machine
 from stagelaunch.cli.pages import render_status
+from stagelaunch.cli.streams import discard
 from stagelaunch.cli.target import Target, find_target
 from stagelaunch.core import failure
 from stagelaunch.core.errors import ExitCode, StagelaunchError, UsageError
@@ -65,7 +66,7 @@ def _foreground(target: Target, notify: IO[str] | None) -> int:
         raise
     text = _ending(target.name, outcome)
     for line in text.splitlines():
-        click.echo(f"stagelaunch: {line}", err=True)
+        voice.print(f"stagelaunch: {line}", err=True)
     voice.ended(outcome.exit_code, text)
     return outcome.exit_code
 
@@ -84,6 +85,8 @@ class _Voice:
 
     def __init__(self, notify: IO[str] | None) -> None:
         self._notify = notify
+        self._lost: set[bool] = set()
+        """Streams that could not be written: True for stderr, False for stdout."""
         self._began_s = time.monotonic()
 
     def listener(self) -> Listener:
@@ -94,15 +97,25 @@ class _Voice:
         """The last thing said."""
         self._tell(exit=int(code), text=text)
 
+    def print(self, text: str, *, err: bool = False) -> None:
+        """Print, or give the stream up: a closed pipe or a full disk costs the words, never the deployment."""
+        if err in self._lost:
+            return
+        try:
+            click.echo(text, err=err)
+            # Whoever reads a pipe wants it now, not when the deployment ends.
+            (sys.stderr if err else sys.stdout).flush()
+        except OSError:
+            self._lost.add(err)
+            discard(sys.stderr if err else sys.stdout)
+
     def _say(self, text: str) -> None:
         line = f"[{format_duration(time.monotonic() - self._began_s):>7}] {text}"
-        click.echo(line, err=True)
+        self.print(line, err=True)
         self._tell(line=line)
 
     def _ready(self, body: dict[str, Any]) -> None:
-        # Flushed: whoever reads a pipe wants it now, not when the deployment ends.
-        click.echo(render_status(body))
-        sys.stdout.flush()
+        self.print(render_status(body))
         self._tell(ready=body)
         self._close()
 
@@ -124,16 +137,19 @@ class _Voice:
 
 def _detach(config: str, target: Target, runtime_dir: Path | None, wait: bool) -> int:
     target.runtime.create()
-    log_path = target.runtime.log("supervisor")
+    log_path = target.runtime.supervisor_log
     read_fd, write_fd = os.pipe()
-    command = [sys.executable, "-m", "stagelaunch", "up", config, "--notify-fd", str(write_fd)]
+    command = [sys.executable, "-m", "stagelaunch", "up", "--notify-fd", str(write_fd)]
     if runtime_dir is not None:
         command += ["--runtime-dir", str(runtime_dir.absolute())]
+    command += ["--", config]
     with open(log_path, "ab") as log:
         child = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, pass_fds=(write_fd,), start_new_session=True
         )
     os.close(write_fd)
+    # Whoever ends the waiting process means the boot: SIGTERM is taken like Ctrl-C.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     with os.fdopen(read_fd) as events:
         try:
             return _follow(events, wait, target, log_path)

@@ -70,8 +70,13 @@ def _rate(value: object) -> float | None:
     return float(_size_above_zero(value.removesuffix("/s")))
 
 
+def is_slug(value: str) -> bool:
+    """Whether a deployment or a stage may be called so; such a name is safe as a file name."""
+    return _SLUG.fullmatch(value) is not None
+
+
 def _slug(value: str) -> str:
-    if not _SLUG.fullmatch(value):
+    if not is_slug(value):
         raise ValueError(
             f"{_shown(value)} is not a name: up to 48 letters, digits, '.', '_', '-', the first not a sign"
         )

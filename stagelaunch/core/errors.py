@@ -151,6 +151,12 @@ class NotRunningError(PlainError):
     exit_code = ExitCode.STAGE_FAILED
 
 
+class ControlError(PlainError):
+    """A supervisor is there, but gave no usable answer."""
+
+    exit_code = ExitCode.TEMPORARY
+
+
 class StageError(PlainError):
     """A stage cannot boot; raised inside a worker, reported by the supervisor."""
 

@@ -28,14 +28,17 @@ class StageFailure:
     log_path: str = ""
     log_tail: tuple[str, ...] = ()
 
+    @property
+    def summary(self) -> str:
+        """The cause in one line."""
+        return next((line for line in self.text.splitlines() if line.strip()), self.error)
+
     def headline(self) -> str:
         """One line: the stage, its phase, the cause."""
         if self.stage is None:
-            return self.text
+            return self.summary
         where = f"stage {self.stage} failed in phase {self.phase}" if self.phase else f"stage {self.stage} failed"
-        return (
-            f"{where} after {format_duration(self.elapsed_s)}: {self.text.splitlines()[0] if self.text else self.error}"
-        )
+        return f"{where} after {format_duration(self.elapsed_s)}: {self.summary}"
 
 
 def exited(code: int | None, signal_name: str | None) -> tuple[str, str]:

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from stagelaunch.core.ledger import Ledger, Source, Term
@@ -149,7 +149,15 @@ def _build(kind: type[Any], body: dict[str, Any]) -> Message:
     if "ledger" in body:
         body["ledger"] = ledger_from_json(body["ledger"])
     message: Message = kind(**body)
+    for part in fields(message):
+        value, wanted = getattr(message, part.name), _PLAIN.get(str(part.type))
+        if wanted is not None and not isinstance(value, wanted):
+            raise TypeError(f"{part.name} is {value!r}")
     return message
+
+
+_PLAIN: dict[str, type | tuple[type, ...]] = {"float": (int, float), "int": int, "str": str, "bool": bool}
+"""What JSON may hold for a field; a worker that says something else has lost its mind, not its stage's data."""
 
 
 def ledger_from_json(body: dict[str, Any]) -> Ledger:

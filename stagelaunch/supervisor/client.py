@@ -8,7 +8,7 @@ import os
 import socket
 from typing import Any
 
-from stagelaunch.core.errors import NotRunningError, PlainError
+from stagelaunch.core.errors import ControlError, NotRunningError
 from stagelaunch.supervisor.runtime import Runtime
 
 
@@ -31,22 +31,25 @@ class _UnixConnection(http.client.HTTPConnection):
 
 
 def request(runtime: Runtime, method: str, path: str, timeout_s: float = 10.0) -> dict[str, Any]:
-    """The JSON answer of the deployment's supervisor. NotRunningError when none answers."""
+    """The JSON answer of the deployment's supervisor. NotRunningError when there is none, ControlError when it does
+    not give one."""
     name = runtime.directory.name
     connection = _UnixConnection(runtime, timeout_s)
     try:
         connection.request(method, path)
         response = connection.getresponse()
         body: dict[str, Any] = json.loads(response.read())
-    except (FileNotFoundError, ConnectionRefusedError) as error:
+    except (FileNotFoundError, NotADirectoryError, ConnectionRefusedError) as error:
         raise NotRunningError(f"cannot reach deployment {name}: it is not running ({runtime.socket})") from error
     except TimeoutError as error:
-        raise PlainError(
+        raise ControlError(
             f"cannot reach deployment {name}: its supervisor (pid {runtime.live_pid()}) "
-            f"did not answer in {timeout_s:g}s; try again, or look at {runtime.log('supervisor')}"
+            f"did not answer in {timeout_s:g}s; try again, or look at {runtime.supervisor_log}"
         ) from error
     except (OSError, http.client.HTTPException, ValueError) as error:
-        raise PlainError(f"cannot talk to deployment {name}: {error!r}") from error
+        raise ControlError(f"cannot talk to deployment {name}: {error!r}; it may be ending, try again") from error
     finally:
         connection.close()
+    if response.status == http.HTTPStatus.SERVICE_UNAVAILABLE:
+        raise ControlError(f"deployment {name} runs, but cannot answer: {body.get('error')}")
     return body

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import socket
 import struct
@@ -12,9 +13,12 @@ from typing import Any
 from aiohttp import web
 
 from stagelaunch.core import messages as m
+from stagelaunch.core.errors import StagelaunchError
 from stagelaunch.supervisor.runtime import Runtime
 
 API_VERSION = 1
+SHUTDOWN_S = 1.0
+"""How long an unfinished request may hold up the end."""
 _PEERCRED = struct.Struct("3i")
 
 
@@ -23,7 +27,8 @@ class Handlers:
     """What the control socket can ask of the supervisor."""
 
     status: Callable[[], Awaitable[dict[str, Any]]]
-    down: Callable[[], None]
+    down: Callable[[bool], None]
+    """True: now, without asking the stages first."""
     ready_stages: Callable[[], dict[str, int]]
     """Name -> id of the stages that answer probes now."""
     probe: Callable[[int], Awaitable[m.Probed]]
@@ -40,7 +45,7 @@ class ControlServer:
         app.router.add_post("/v1/down", self._down)
         app.router.add_post("/v1/probe", self._probe)
         # Requests are polls from our own command line: nothing worth a log line each.
-        self._runner = web.AppRunner(app, access_log=None, handle_signals=False)
+        self._runner = web.AppRunner(app, access_log=None, handle_signals=False, shutdown_timeout=SHUTDOWN_S)
 
     async def start(self) -> None:
         """Listen."""
@@ -56,8 +61,8 @@ class ControlServer:
     async def _status(self, _: web.Request) -> web.Response:
         return web.json_response(await self._handlers.status())
 
-    async def _down(self, _: web.Request) -> web.Response:
-        self._handlers.down()
+    async def _down(self, request: web.Request) -> web.Response:
+        self._handlers.down(request.query.get("now") == "1")
         return web.json_response({"version": API_VERSION, "stopping": True}, status=202)
 
     async def _probe(self, request: web.Request) -> web.Response:
@@ -72,7 +77,11 @@ class ControlServer:
 
     async def _probe_one(self, name: str, stage_id: int) -> dict[str, Any]:
         try:
-            return {"stage": name, **asdict(await self._handlers.probe(stage_id))}
+            answer = asdict(await self._handlers.probe(stage_id))
+            if not math.isfinite(answer["max_abs_diff"]):
+                # JSON has no such number, and the stage's output is no use.
+                answer.update(max_abs_diff=None, error="its output is not finite")
+            return {"stage": name, **answer}
         except (TimeoutError, ConnectionResetError) as error:
             return {"stage": name, "error": str(error) or "no answer in time"}
 
@@ -89,7 +98,10 @@ async def _same_user_only(
     _, uid, _ = _PEERCRED.unpack(raw)
     if uid not in (0, os.getuid()):
         raise web.HTTPForbidden(text=f"uid {uid} may not control this deployment")
-    return await handler(request)
+    try:
+        return await handler(request)
+    except StagelaunchError as error:
+        return web.json_response({"version": API_VERSION, "error": str(error)}, status=503)
 
 
 def bind_short(runtime: Runtime) -> socket.socket:

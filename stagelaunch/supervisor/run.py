@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import signal
 import time
 from collections.abc import Callable
@@ -23,13 +24,11 @@ from stagelaunch.supervisor.admission import Admitted, admit, devices_now
 from stagelaunch.supervisor.control import ControlServer, Handlers
 from stagelaunch.supervisor.runtime import Runtime, write_atomically
 from stagelaunch.supervisor.status import status_body
-from stagelaunch.supervisor.supervisor import Supervisor
+from stagelaunch.supervisor.supervisor import KILL_WAIT_S, Supervisor
 from stagelaunch.system.locks import LockDirectory, holders, waiters
 
 ASK_SHARE = 0.8
 """Of the stop grace: what a ready stage has to answer to being asked before TERM."""
-KILL_WAIT_S = 10.0
-"""How long the kernel gets to remove what was killed."""
 MEMORY_POLL_S = 0.05
 
 
@@ -60,7 +59,9 @@ async def run_deployment(
             outcome = await _Session(loaded.deployment, admitted, runtime, listener).run()
         finally:
             _sweep_lock_records(lock_dir, admitted)
-            runtime.write_state("ended", **_ending(outcome))
+            # A full disk or a deleted directory takes nothing away from how it ended.
+            with contextlib.suppress(OSError):
+                runtime.write_state("ended", **_ending(outcome))
         return outcome
 
 
@@ -80,9 +81,11 @@ class _Session:
 
     async def run(self) -> Outcome:
         """Boot and watch until every stage is over, then look for what is left."""
+        self._listen_to_signals()
+        # A Ctrl-C that came just before has only marked this task as cancelled: let it end here, with nothing started.
+        await asyncio.sleep(0)
         server = ControlServer(self._runtime, self._handlers())
         await server.start()
-        self._listen_to_signals()
         try:
             self._listener.on_started()
             result = await self._supervisor.run()
@@ -100,7 +103,7 @@ class _Session:
     def _handlers(self) -> Handlers:
         return Handlers(
             status=self._status,
-            down=lambda: self._supervisor.request_stop("asked over the control socket"),
+            down=lambda now: self._supervisor.request_stop("asked by `stagelaunch down`", again=False, now=now),
             ready_stages=self._ready_stages,
             probe=self._supervisor.probe,
         )
@@ -109,6 +112,9 @@ class _Session:
         loop = asyncio.get_running_loop()
         loop.add_signal_handler(signal.SIGTERM, self._supervisor.request_stop, "SIGTERM")
         loop.add_signal_handler(signal.SIGINT, self._interrupt)
+        # Under nohup a closed terminal is to be ignored; otherwise it ends what ran in it, in good order.
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+            loop.add_signal_handler(signal.SIGHUP, self._supervisor.request_stop, "its terminal was closed (SIGHUP)")
 
     def _interrupt(self) -> None:
         self._interrupted = True
@@ -120,8 +126,15 @@ class _Session:
         task.add_done_callback(self._tasks.discard)
 
     async def _announce_ready(self) -> None:
-        self._runtime.write_state("ready")
+        self._note_state("ready")
         self._listener.on_ready(await self._status())
+
+    def _note_state(self, state: str) -> None:
+        """The stages are ready whether or not that can be written down."""
+        try:
+            self._runtime.write_state(state)
+        except OSError as error:
+            self._listener.say(f"cannot record the state in {self._runtime.state}: {error.strerror}")
 
     async def _status(self) -> dict[str, Any]:
         before = self._admitted.devices

@@ -4,7 +4,8 @@ RUNTIME/NAME/lock          held by the supervisor for life
 RUNTIME/NAME/state.json    who it is, or how the last run ended
 RUNTIME/NAME/control.sock  where it answers
 RUNTIME/NAME/run.json      what its workers were told
-RUNTIME/NAME/logs/STAGE.log
+RUNTIME/NAME/logs/STAGE.log   one per stage
+    RUNTIME/NAME/supervisor.log   what a detached supervisor says
 """
 
 from __future__ import annotations
@@ -71,8 +72,13 @@ class Runtime:
 
     @property
     def logs(self) -> Path:
-        """One file per stage, and the supervisor's own when it is detached."""
+        """One file per stage."""
         return self.directory / "logs"
+
+    @property
+    def supervisor_log(self) -> Path:
+        """What a detached supervisor says; beside the logs of the stages, whose names are free."""
+        return self.directory / "supervisor.log"
 
     def log(self, stage: str) -> Path:
         """The log file of a stage."""
@@ -98,6 +104,9 @@ class Runtime:
                 f"cannot start deployment {self.directory.name}: it is running already (supervisor pid {owner}); "
                 f"stop it with `stagelaunch down {self.directory.name}`"
             ) from None
+        except OSError as error:
+            text = f"cannot be locked: {error.strerror}; remove it, or set runtime_dir to another directory"
+            raise ConfigError((Fault(str(self.lock), None, None, text),)) from error
         return lock
 
     def write_state(self, state: str, **more: Any) -> None:

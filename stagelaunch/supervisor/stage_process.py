@@ -43,6 +43,7 @@ class StageProcess:
         self._on_exit = on_exit
         self._loop = asyncio.get_running_loop()
         self._buffer = b""
+        self.ended = asyncio.Event()
         ours, theirs = socket.socketpair()
         with theirs:
             # daemon=False: a stage may start children of its own. From the main thread: the parent-death signal is
@@ -53,7 +54,14 @@ class StageProcess:
             self._process.start()
         assert self._process.pid is not None
         self.pid: int = self._process.pid
-        self._pidfd = os.pidfd_open(self.pid)
+        try:
+            self._pidfd = os.pidfd_open(self.pid)
+        except OSError:
+            # Out of descriptors: a process that cannot be watched must not live.
+            self._process.kill()
+            self._process.join()
+            ours.close()
+            raise
         ours.setblocking(False)
         self._channel = ours
         self._loop.add_reader(ours, self._read)
@@ -75,8 +83,10 @@ class StageProcess:
         self._kill_group()
 
     def _signal(self, number: signal.Signals) -> None:
-        with contextlib.suppress(ProcessLookupError, OSError):
-            signal.pidfd_send_signal(self._pidfd, number)
+        # Once reaped its descriptor is closed, and the number may name something else.
+        if not self.ended.is_set():
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self._pidfd, number)
 
     def _kill_group(self) -> None:
         # Only while the leader is not reaped: until then its pid, and so the group's id, is nobody else's. (A later
@@ -116,6 +126,7 @@ class StageProcess:
         self._channel.close()
         os.close(self._pidfd)
         self._process.close()
+        self.ended.set()
         self._on_exit(code)
 
     def _drain(self) -> None:

@@ -7,6 +7,7 @@ thread, because a child's parent-death signal is tied to the thread that started
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -28,6 +29,8 @@ from stagelaunch.system.log_file import tail
 from stagelaunch.system.process import signal_name
 
 PROBE_TIMEOUT_S = 60.0
+KILL_WAIT_S = 10.0
+"""How long the kernel gets to remove what was killed."""
 LOG_TAIL_LINES = 20
 
 
@@ -72,9 +75,13 @@ class Supervisor:
         """Boot, watch, stop. Returns when every stage is over or given up."""
         self._loop.set_exception_handler(self._on_bug)
         boot_deadline = self._loop.call_at(self.began_s + self._timeouts.boot_s, self._boot_is_late)
-        self._dispatch(launch.Begin(self._loop.time()))
         try:
+            self._dispatch(launch.Begin(self._loop.time()))
             return await self._finished
+        except BaseException:
+            # Our bug, or a cancelled task: the launch cannot be trusted to stop what it started.
+            await self._kill_all()
+            raise
         finally:
             boot_deadline.cancel()
             for stage in self._stages.values():
@@ -86,15 +93,24 @@ class Supervisor:
         if not isinstance(error, Exception) or self._finished.done():
             loop.default_exception_handler(context)
             return
-        for stage in self._stages.values():
-            if stage.process is not None:
-                stage.process.kill()
         self._finished.set_exception(error)
 
-    def request_stop(self, reason: str) -> None:
-        """Stop in good order; a second request kills at once."""
+    async def _kill_all(self) -> None:
+        """Kill every stage and wait until it is gone, as long as a kill may take."""
+        processes = [stage.process for stage in self._stages.values() if stage.process is not None]
+        for process in processes:
+            process.kill()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(KILL_WAIT_S):
+                for process in processes:
+                    await process.ended.wait()
+
+    def request_stop(self, reason: str, *, again: bool = True, now: bool = False) -> None:
+        """Stop in good order; ``now``: kill at once. A repeated request means now, unless ``again`` is False."""
         self._say(f"stopping: {reason}")
-        self._dispatch(launch.StopRequested(reason, self._loop.time()))
+        for _ in range(2 if now else 1):
+            if again or now or self._state.stop_requests == 0:
+                self._dispatch(launch.StopRequested(reason, self._loop.time()))
 
     @property
     def state(self) -> LaunchState:
@@ -173,6 +189,15 @@ class Supervisor:
         self._rearm(stage)
 
     def _on_message(self, stage: _Stage, message: m.Message) -> None:
+        try:
+            self._take(stage, message)
+        except launch.IllegalEventError:
+            raise
+        except Exception as error:
+            text = f"its process reported what makes no sense ({message!r}): {error!r}"[:1000]
+            self._fail(stage, self._failure(stage, "protocol", text))
+
+    def _take(self, stage: _Stage, message: m.Message) -> None:
         assert stage.view is not None
         stage_id, before = stage.run.stage_id, stage.view
         match message:
@@ -197,7 +222,7 @@ class Supervisor:
         self._fail(stage, failure)
 
     def _fail(self, stage: _Stage, failure: StageFailure) -> None:
-        self._say_of(stage, f"FAILED in {failure.phase}: {failure.text.splitlines()[0]}")
+        self._say_of(stage, f"FAILED in {failure.phase}: {failure.summary}")
         self._cancel_deadline(stage)
         now_s = self._loop.time()
         self._dispatch(launch.StageFailed(stage.run.stage_id, self._as_first(stage, failure), now_s))

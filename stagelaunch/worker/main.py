@@ -74,18 +74,19 @@ def _boot_and_serve(stage: StageRun, reporter: Reporter, channel: socket.socket)
 
 
 def _probe(engine: Engine, request_id: int) -> m.Probed:
+    """The engine's answer; what is wrong with it, or with how it came about, is an answer too, not the stage's end."""
     try:
         result = engine.probe()
-    except Exception as error:  # the answer to a probe, not the end of the stage
-        return m.Probed(request_id, 0, False, float("inf"), (), 0.0, error=f"{type(error).__name__}: {error}")
-    return m.Probed(
-        request_id,
-        result.batch_size,
-        result.through_graph,
-        result.max_abs_diff,
-        result.output_shape,
-        result.elapsed_s,
-    )
+        return m.Probed(
+            request_id,
+            int(result.batch_size),
+            bool(result.through_graph),
+            float(result.max_abs_diff),
+            tuple(int(size) for size in result.output_shape),
+            float(result.elapsed_s),
+        )
+    except Exception as error:
+        return m.Probed(request_id, 0, False, 0.0, (), 0.0, error=f"{type(error).__name__}: {error}"[:1000])
 
 
 def _requests(channel: socket.socket) -> Iterator[m.Message]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import sys
 import time
 import traceback
 from collections.abc import Iterator
@@ -13,6 +14,8 @@ from stagelaunch.core.errors import ExitCode, StagelaunchError
 from stagelaunch.core.ledger import Ledger
 from stagelaunch.core.phases import LockMode, Phase
 
+MAX_TEXT_CHARS = 4_000
+MAX_TRACEBACK_CHARS = 16_000
 PROGRESS_EVERY_S = 0.1
 """Progress is said at most this often; the last of a phase always."""
 
@@ -62,7 +65,7 @@ class Reporter:
         if done < total and now_s - self._progress_at_s < PROGRESS_EVERY_S:
             return
         self._progress_at_s = now_s
-        self.send(m.Progress(self.current, done, total, unit, now_s))
+        self.send(m.Progress(self.current, int(done), int(total), unit, now_s))
 
     def ledger(self, ledger: Ledger, *, final: bool) -> None:
         """The stage's ledger."""
@@ -78,4 +81,14 @@ class Reporter:
         code = error.exit_code if isinstance(error, StagelaunchError) else ExitCode.STAGE_FAILED
         text = str(error) or type(error).__name__
         trace = "".join(traceback.format_exception(error))
+        # The whole of it goes to the stage's log; what is sent must fit a line that the supervisor takes.
+        print(trace, file=sys.stderr, flush=True)
+        text, trace = _shortened(text, MAX_TEXT_CHARS), _shortened(trace, MAX_TRACEBACK_CHARS)
         self.send(m.Failed(self.current, type(error).__name__, text, trace, int(code), self.now()))
+
+
+def _shortened(text: str, limit: int) -> str:
+    """The beginning and the end: the one names the error, the other is where it was raised."""
+    if len(text) <= limit:
+        return text
+    return f"{text[: limit // 2]}\n... {len(text) - limit} characters left out ...\n{text[-limit // 2 :]}"

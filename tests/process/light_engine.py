@@ -35,6 +35,8 @@ def misbehave(kind: str) -> None:
     match kind:
         case "raise":
             raise InjectedError("injected")
+        case "verbose":
+            raise InjectedError("x" * 3_000_000)
         case "sysexit":
             sys.exit(3)
         case "osexit":

@@ -43,6 +43,8 @@ def test_an_exception_in_each_phase(site: Site, phase: str) -> None:
     ("kind", "said"),
     [
         ("sysexit", "3"),
+        # Longer than any line the supervisor takes.
+        ("verbose", "characters left out"),
         ("osexit", "exited with code 5"),
         ("sigkill", "killed by SIGKILL"),
         ("segv", "killed by SIGSEGV"),

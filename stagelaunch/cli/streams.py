@@ -1,0 +1,28 @@
+"""Standard streams that are closed, full or no longer read: never a reason to lose a deployment."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import IO
+
+
+def open_standard_streams() -> None:
+    """Put /dev/null where the caller closed a standard stream, so that no file of ours ends up in its place."""
+    for fd, mode in ((0, os.O_RDONLY), (1, os.O_WRONLY), (2, os.O_WRONLY)):
+        try:
+            os.fstat(fd)
+        except OSError:
+            # The lowest free number is this one; children count on it too.
+            os.set_inheritable(os.open(os.devnull, mode), True)
+    if sys.stdout is None:
+        sys.stdout = os.fdopen(1, "w", closefd=False)
+    if sys.stderr is None:
+        sys.stderr = os.fdopen(2, "w", closefd=False)
+
+
+def discard(stream: IO[str]) -> None:
+    """What is still buffered goes nowhere; otherwise the interpreter would try again, and complain, at its exit."""
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, stream.fileno())
+    os.close(null)
