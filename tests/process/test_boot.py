@@ -192,3 +192,19 @@ def test_a_killed_supervisor_takes_a_stage_along_that_hangs(site: Site) -> None:
     assert again.code == 0, again.stderr
     assert site.run("down", str(site.config)).code == 0
     site.assert_nothing_left(again)
+
+
+@pytest.mark.parametrize(("second", "killed"), [((), False), (("--now",), True)])
+def test_asking_twice_is_asking_and_only_now_means_now(site: Site, second: tuple[str, ...], killed: bool) -> None:
+    # Asked, it hangs; at four fifths of the grace it gets TERM, which ends it. Nobody waits for the rest.
+    site.stages = [light_stage(1, "beta", 1, options={"fault": "stop:hang"})]
+    process = site.start("up", str(site.write()))
+    assert process.stdout is not None
+    assert "site: ready" in process.stdout.readline()
+    first = site.start("down", str(site.config))
+    lines = wait_for(process, "stopping: ")
+    again = site.run("down", str(site.config), *second)
+    code, said = finish(process, lines)
+    first.communicate(timeout=30)
+    assert (code, first.returncode, again.code) == (0, 0, 0), said
+    assert ("killing it" in said) is killed
