@@ -25,7 +25,7 @@ from stagelaunch.supervisor.control import ControlServer, Handlers
 from stagelaunch.supervisor.runtime import Runtime, write_atomically
 from stagelaunch.supervisor.status import status_body
 from stagelaunch.supervisor.supervisor import KILL_WAIT_S, Supervisor
-from stagelaunch.system.locks import LockDirectory, holders, waiters
+from stagelaunch.system.locks import LockDirectory, sweep
 
 ASK_SHARE = 0.8
 """Of the stop grace: what a ready stage has to answer to being asked before TERM."""
@@ -56,9 +56,8 @@ async def run_deployment(
         runtime.write_state("booting", config=str(loaded.path))
         outcome = None
         try:
-            outcome = await _Session(loaded.deployment, admitted, runtime, listener).run()
+            outcome = await _Session(loaded.deployment, admitted, runtime, lock_dir, listener).run()
         finally:
-            _sweep_lock_records(lock_dir, admitted)
             # A full disk or a deleted directory takes nothing away from how it ended.
             with contextlib.suppress(OSError):
                 runtime.write_state("ended", **_ending(outcome))
@@ -68,10 +67,18 @@ async def run_deployment(
 class _Session:
     """One run of one admitted deployment."""
 
-    def __init__(self, deployment: Deployment, admitted: Admitted, runtime: Runtime, listener: Listener) -> None:
+    def __init__(
+        self,
+        deployment: Deployment,
+        admitted: Admitted,
+        runtime: Runtime,
+        lock_dir: LockDirectory,
+        listener: Listener,
+    ) -> None:
         self._deployment = deployment
         self._admitted = admitted
         self._runtime = runtime
+        self._lock_dir = lock_dir
         self._listener = listener
         self._interrupted = False
         self._tasks: set[asyncio.Task[None]] = set()
@@ -91,6 +98,7 @@ class _Session:
             result = await self._supervisor.run()
             leftovers = await self._leftovers(result)
         finally:
+            self._sweep_locks()
             await server.close()
         return Outcome(
             first=_story(result.first_failure),
@@ -99,6 +107,12 @@ class _Session:
             interrupted=self._interrupted,
             leftovers=leftovers,
         )
+
+    def _sweep_locks(self) -> None:
+        """A killed stage leaves its record beside the device lock; the lock itself went with it."""
+        gone = self._supervisor.gone_pids()
+        for info in self._admitted.devices.values():
+            sweep(self._lock_dir, info.uuid, gone)
 
     def _handlers(self) -> Handlers:
         return Handlers(
@@ -196,13 +210,6 @@ def _story(found: launch.Failure | None) -> StageFailure | None:
     if isinstance(found.cause, StageFailure):
         return found.cause
     return StageFailure(None, None, "launch", str(found.cause), 0.0)
-
-
-def _sweep_lock_records(lock_dir: LockDirectory, admitted: Admitted) -> None:
-    """Reading the records of a device drops those of dead processes; a killed stage leaves one behind."""
-    for info in admitted.devices.values():
-        holders(lock_dir, info.uuid)
-        waiters(lock_dir, info.uuid)
 
 
 def _ending(outcome: Outcome | None) -> dict[str, Any]:

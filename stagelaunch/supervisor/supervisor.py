@@ -125,6 +125,11 @@ class Supervisor:
         """The process of each stage that was started."""
         return {i: stage.process.pid for i, stage in self._stages.items() if stage.process is not None}
 
+    def gone_pids(self) -> set[int]:
+        """The processes that were started and are dead."""
+        started = (stage.process for stage in self._stages.values() if stage.process is not None)
+        return {process.pid for process in started if process.ended.is_set()}
+
     async def probe(self, stage_id: int) -> m.Probed:
         """One step of a ready stage through its graph, compared with eager. TimeoutError if it does not answer."""
         stage = self._stages[stage_id]

@@ -19,7 +19,7 @@ import stat
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -133,6 +133,18 @@ def holders(directory: os.PathLike[str], device_uuid: str) -> tuple[Holder, ...]
 def waiters(directory: os.PathLike[str], device_uuid: str) -> tuple[Holder, ...]:
     """Who waits for the lock of a device now, longest first."""
     return _read_records(Path(directory), _checked(device_uuid), "waiter")
+
+
+def sweep(directory: os.PathLike[str], device_uuid: str, dead_pids: Collection[int]) -> None:
+    """Remove what processes that were ours and are dead left beside the lock of a device.
+
+    Records would go when somebody looks; a draft, of one killed in the instant before it became a record, would not.
+    """
+    marks = tuple(f".{pid}." for pid in dead_pids)
+    for path in Path(directory).glob(f"{_checked(device_uuid)}.*.*.*"):
+        if any(mark in path.name for mark in marks):
+            with suppress(OSError):
+                path.unlink()
 
 
 class DeviceLocks:

@@ -98,9 +98,9 @@ def _is_directory(model_dir: Path, faults: FaultList) -> bool:
     try:
         is_empty = not os.listdir(model_dir)
     except (FileNotFoundError, ValueError):
-        faults.add("directory", model_dir, None, "no such directory; set model_dir to a Qwen3-Omni checkpoint")
+        faults.add("directory", model_dir, None, "no such directory; name a Qwen3-Omni checkpoint as `model`")
     except NotADirectoryError:
-        faults.add("directory", model_dir, None, "is not a directory; set model_dir to the directory of config.json")
+        faults.add("directory", model_dir, None, "is not a directory; name the directory of config.json as `model`")
     except OSError as error:
         faults.add("directory", model_dir, None, f"cannot be listed ({error.strerror}); check its permissions")
     else:
@@ -169,11 +169,11 @@ def _read_config(path: Path, faults: FaultList) -> dict[str, Any]:
         return {}
     model_type = config.get("model_type")
     if model_type != MODEL_TYPE:
-        text = f"is {printable(repr(model_type))}, another model; set model_dir to a checkpoint of type {MODEL_TYPE}"
+        text = f"is {printable(repr(model_type))}, another model; name one of type {MODEL_TYPE} as `model`"
         faults.add("another model", path, "model_type", text)
     architectures = config.get("architectures")
     if not isinstance(architectures, list) or not any(str(a).startswith("Qwen3OmniMoe") for a in architectures):
-        text = f"is {printable(repr(architectures))}, another model; set model_dir to a Qwen3-Omni checkpoint"
+        text = f"is {printable(repr(architectures))}, another model; name a Qwen3-Omni checkpoint as `model`"
         faults.add("another model", path, "architectures", text)
     return config
 

@@ -33,6 +33,7 @@ from stagelaunch.system.locks import (
     gate_path,
     holders,
     mounted_fs_type,
+    sweep,
     waiters,
 )
 
@@ -610,3 +611,16 @@ def test_the_longest_and_latest_mount_counts(tmp_path: Path, path: str, fs_type:
 
 def test_an_unreadable_mount_table_says_nothing(tmp_path: Path) -> None:
     assert mounted_fs_type(Path("/"), tmp_path / "none") is None
+
+
+def test_sweep_takes_what_dead_processes_left_and_nothing_else(tmp_path: Path) -> None:
+    directory = LockDirectory(tmp_path / "locks")
+    with DeviceLocks(directory, ["GPU-1"], owner="me").hold(LockMode.SHARED, phase="load", timeout_s=1):
+        left = [directory.path / f"GPU-1.{role}.77.123" for role in ("draft", "holder", "waiter")]
+        kept = directory.path / "GPU-1.draft.777.123"
+        for path in (*left, kept):
+            path.touch()
+        sweep(directory, "GPU-1", {77})
+        assert not any(path.exists() for path in left)
+        assert kept.exists()
+        assert [holder.pid for holder in holders(directory, "GPU-1")] == [os.getpid()]
