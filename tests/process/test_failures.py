@@ -78,7 +78,8 @@ def test_a_stage_that_hangs_runs_into_its_phase_deadline_and_is_removed(site: Si
 
 
 def test_the_boot_deadline_names_who_was_waited_for(site: Site) -> None:
-    site.top["timeouts"] = {"phase": "10s", "stage": "11s", "boot": "12s", "lock": "5s", "stop": "1s"}
+    # gamma starts when beta is ready, seconds into the boot: its own deadlines come after the boot's.
+    site.top["timeouts"] = {"phase": "11.8s", "stage": "11.9s", "boot": "12s", "lock": "5s", "stop": "1s"}
     site.top["order"] = "serial"
     site.stages[1]["options"] = {"fault": "import:hang"}
     ran = site.up()
