@@ -138,7 +138,7 @@ def waiters(directory: os.PathLike[str], device_uuid: str) -> tuple[Holder, ...]
 def sweep(directory: os.PathLike[str], device_uuid: str, dead_pids: Collection[int]) -> None:
     """Remove what processes that were ours and are dead left beside the lock of a device.
 
-    Records would go when somebody looks; a draft, of one killed in the instant before it became a record, would not.
+    They would go when somebody looks for holders; this leaves nothing for later.
     """
     marks = tuple(f".{pid}." for pid in dead_pids)
     for path in Path(directory).glob(f"{_checked(device_uuid)}.*.*.*"):
@@ -348,24 +348,25 @@ class _Record:
     def __init__(self, directory: Path, uuid: str, role: _Role, text: str) -> None:
         self._pid = os.getpid()
         stamp = f"{self._pid}.{time.clock_gettime_ns(time.CLOCK_BOOTTIME)}"
-        self._draft, self._path = directory / f"{uuid}.draft.{stamp}", directory / f"{uuid}.{role}.{stamp}"
+        self._path = directory / f"{uuid}.{role}.{stamp}"
         self._text = text
-        self._lock = _LockFile(self._draft)
+        self._lock = _LockFile(self._path)
 
     def publish(self) -> None:
-        """Put the record in place, whole and locked from its first instant."""
+        """Put the record in place, locked. In place from the start: a draft would outlive a writer killed before it is
+        renamed. Until it is whole, readers take it for none."""
         with _explained(self._path):
-            self._draft.write_text(self._text)
-            self._draft.chmod(0o644)
-            self._lock.attempt(fcntl.LOCK_EX)
-            self._draft.rename(self._path)
+            # A reader may hold it for the instant in which it looks, or take it away as stale: then it is made again.
+            while not self._lock.attempt(fcntl.LOCK_EX):
+                time.sleep(_PAUSE_FIRST_S)
+            self._path.write_text(self._text)
+            self._path.chmod(0o644)
 
     def remove(self) -> None:
         """Take the record away, published or not. Does nothing in a forked child: it is the parent's."""
         if self._pid == os.getpid():
-            for path in (self._draft, self._path):
-                with suppress(FileNotFoundError):
-                    path.unlink()
+            with suppress(FileNotFoundError):
+                self._path.unlink()
             self._lock.release()
 
 

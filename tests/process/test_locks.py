@@ -158,7 +158,7 @@ def is_locked(path: Path) -> bool:
 
 
 def records(directory: LockDirectory) -> list[str]:
-    return [name for name in os.listdir(directory) if re.search(r"\.(holder|waiter|draft)\.", name)]
+    return [name for name in os.listdir(directory) if re.search(r"\.(holder|waiter)\.", name)]
 
 
 # Shared and exclusive
@@ -616,8 +616,8 @@ def test_an_unreadable_mount_table_says_nothing(tmp_path: Path) -> None:
 def test_sweep_takes_what_dead_processes_left_and_nothing_else(tmp_path: Path) -> None:
     directory = LockDirectory(tmp_path / "locks")
     with DeviceLocks(directory, ["GPU-1"], owner="me").hold(LockMode.SHARED, phase="load", timeout_s=1):
-        left = [directory.path / f"GPU-1.{role}.77.123" for role in ("draft", "holder", "waiter")]
-        kept = directory.path / "GPU-1.draft.777.123"
+        left = [directory.path / f"GPU-1.{role}.77.123" for role in ("holder", "waiter")]
+        kept = directory.path / "GPU-1.waiter.777.123"
         for path in (*left, kept):
             path.touch()
         sweep(directory, "GPU-1", {77})
