@@ -38,7 +38,8 @@ def down(target: str, now: bool, timeout_s: float, runtime_dir: Path | None) -> 
         return error.exit_code
     if not _wait(pidfd, timeout_s):
         click.echo(
-            f"stagelaunch: {name} is still stopping after {timeout_s:g}s; see: stagelaunch status {name}", err=True
+            f"stagelaunch: {name} is still stopping after {timeout_s:g}s; see: stagelaunch status {runtime.argument}",
+            err=True,
         )
         return ExitCode.CLEANUP_INCOMPLETE
     return _report(runtime)

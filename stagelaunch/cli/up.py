@@ -168,7 +168,9 @@ def _follow(events: IO[str], wait: bool, target: Target, log_path: Path) -> int:
             case {"line": line}:
                 click.echo(line, err=True)
             case {"started": True} if not wait:
-                click.echo(f"{target.name} is booting; follow it with: stagelaunch status {target.name}", err=True)
+                click.echo(
+                    f"{target.name} is booting; follow it with: stagelaunch status {target.runtime.argument}", err=True
+                )
                 return ExitCode.OK
             case {"ready": body}:
                 click.echo(render_status(body))

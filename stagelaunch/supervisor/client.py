@@ -40,7 +40,10 @@ def request(runtime: Runtime, method: str, path: str, timeout_s: float = 10.0) -
         response = connection.getresponse()
         body: dict[str, Any] = json.loads(response.read())
     except (FileNotFoundError, NotADirectoryError, ConnectionRefusedError) as error:
-        raise NotRunningError(f"cannot reach deployment {name}: it is not running ({runtime.socket})") from error
+        raise NotRunningError(
+            f"cannot reach deployment {name}: nothing answers at {runtime.socket}; "
+            "it is not running, or its config names another runtime_dir: then give the config file"
+        ) from error
     except TimeoutError as error:
         raise ControlError(
             f"cannot reach deployment {name}: its supervisor (pid {runtime.live_pid()}) "

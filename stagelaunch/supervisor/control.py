@@ -70,7 +70,11 @@ class ControlServer:
         wanted = request.query.getall("stage", list(ready))
         missing = [name for name in wanted if name not in ready]
         if missing or not wanted:
-            text = f"stage {', '.join(missing)} is not ready" if missing else "no stage is ready"
+            text = (
+                f"{', '.join(missing)}: no such stage is ready (ready: {', '.join(ready) or 'none'})"
+                if missing
+                else "no stage is ready"
+            )
             return web.json_response({"version": API_VERSION, "error": text}, status=409)
         results = [await self._probe_one(name, ready[name]) for name in wanted]
         return web.json_response({"version": API_VERSION, "results": results})

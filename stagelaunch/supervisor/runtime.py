@@ -51,6 +51,12 @@ class Runtime:
         return cls((base or default_runtime_dir()) / name)
 
     @property
+    def argument(self) -> str:
+        """How to name the deployment to a command, so that it finds this very one."""
+        name, base = self.directory.name, self.directory.parent
+        return name if base == default_runtime_dir() else f"{name} --runtime-dir {base}"
+
+    @property
     def lock(self) -> Path:
         """Held for as long as a supervisor lives."""
         return self.directory / "lock"
@@ -102,7 +108,7 @@ class Runtime:
             owner = self.read_state().get("pid", "unknown")
             raise AlreadyRunningError(
                 f"cannot start deployment {self.directory.name}: it is running already (supervisor pid {owner}); "
-                f"stop it with `stagelaunch down {self.directory.name}`"
+                f"stop it with `stagelaunch down {self.argument}`"
             ) from None
         except OSError as error:
             text = f"cannot be locked: {error.strerror}; remove it, or set runtime_dir to another directory"

@@ -25,7 +25,7 @@ from stagelaunch.core.phases import Phase
 from stagelaunch.core.run_spec import StageRun
 from stagelaunch.supervisor.runtime import Runtime
 from stagelaunch.supervisor.stage_process import StageProcess
-from stagelaunch.system.log_file import tail
+from stagelaunch.system import log_file
 from stagelaunch.system.process import signal_name
 
 PROBE_TIMEOUT_S = 60.0
@@ -44,6 +44,8 @@ class _Stage:
     deadline: asyncio.TimerHandle | None = None
     probes: dict[int, asyncio.Future[m.Probed]] = field(default_factory=dict)
     told_failure: bool = False
+    log_begins: int = 0
+    """Where this run begins in the stage's log, which earlier runs have written to."""
 
 
 class Supervisor:
@@ -176,6 +178,7 @@ class Supervisor:
     def _start(self, stage: _Stage) -> None:
         run = stage.run
         stage.view = board.spawned(run.stage_id, run.name, self._loop.time())
+        stage.log_begins = log_file.size(run.log_path)
         try:
             stage.process = StageProcess(
                 self._runtime.run_file,
@@ -270,7 +273,7 @@ class Supervisor:
             pid=None if stage.process is None else stage.process.pid,
             traceback=traceback,
             log_path=str(stage.run.log_path),
-            log_tail=tail(stage.run.log_path, LOG_TAIL_LINES),
+            log_tail=log_file.tail(stage.run.log_path, LOG_TAIL_LINES, stage.log_begins),
         )
 
     def _enter_stop(self, stage_id: int, how: Callable[[StageProcess], None]) -> None:

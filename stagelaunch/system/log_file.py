@@ -7,12 +7,20 @@ from pathlib import Path
 _TAIL_BYTES = 1 << 16
 
 
-def tail(path: Path, lines: int) -> tuple[str, ...]:
-    """The last ``lines`` lines, undecodable bytes replaced; empty when there is no such file."""
+def size(path: Path) -> int:
+    """How long the file is now, in bytes; 0 when there is none."""
+    try:
+        return path.stat().st_size
+    except OSError:
+        return 0
+
+
+def tail(path: Path, lines: int, since: int = 0) -> tuple[str, ...]:
+    """The last ``lines`` lines after byte ``since``, undecodable bytes replaced; empty when there is no such file."""
     try:
         with path.open("rb") as file:
             file.seek(0, 2)
-            file.seek(max(file.tell() - _TAIL_BYTES, 0))
+            file.seek(max(file.tell() - _TAIL_BYTES, since))
             text = file.read().decode(errors="replace")
     except OSError:
         return ()

@@ -61,6 +61,13 @@ def test_each_way_to_die(site: Site, kind: str, said: str) -> None:
         assert "light_engine.py" in ran.stderr
 
 
+def test_the_evidence_is_of_this_run_and_not_of_an_earlier_one(site: Site) -> None:
+    assert "InjectedError" in fail(site, "import:raise").stderr
+    ran = fail(site, "import:sigkill")
+    assert "killed by SIGKILL" in ran.stderr
+    assert "InjectedError" not in ran.stderr
+
+
 def test_a_child_of_a_stage_goes_with_it(site: Site) -> None:
     ran = fail(site, "load:fork")
     assert ran.code == 1
