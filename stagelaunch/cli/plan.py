@@ -75,6 +75,9 @@ def parse_device_totals(texts: Sequence[str], used: Sequence[int]) -> dict[int, 
 
 
 def _total(item: str, size_text: str) -> int:
+    # In a config a bare number is bytes; typed here it is a forgotten unit.
+    if size_text.strip().isdecimal():
+        raise _wrong_total(item, f"{size_text} has no unit")
     try:
         size_bytes = parse_size(size_text)
     except (ValueError, OverflowError) as error:

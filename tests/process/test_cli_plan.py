@@ -184,6 +184,8 @@ def test_plan_touches_nothing(place: Path) -> None:
         (["plan", H100, "--nope"], "No such option"),
         (["plan", H100, "--device-total"], "requires an argument"),
         (["plan", H100, "--device-total", "80GB"], "cannot read --device-total '80GB'"),
+        (["plan", H100, "--device-total", "80"], "80 has no unit"),
+        (["plan", H100, "--device-total", "0=80GiB,1=141"], "141 has no unit"),
         (["--nope"], "No such option"),
         ([], "Usage: stagelaunch"),
     ],
