@@ -54,7 +54,7 @@ def _page(body: dict[str, Any]) -> str:
         return render_status(body)
     match body["last_run"]:
         case None:
-            return f"{body['name']}: not running, and no run is recorded here; give its config file if that sets runtime_dir"
+            return f"{body['name']}: not running, no run recorded here; give its config file if it sets runtime_dir"
         case {"state": "died", "pid": pid}:
             return f"{body['name']}: not running; its last supervisor (pid {pid}) died without cleaning up"
         case {"first_failure": {"stage": stage, "phase": phase, "text": text}, "exit_code": code}:
