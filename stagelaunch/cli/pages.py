@@ -45,8 +45,8 @@ def _amount(progress: dict[str, Any]) -> str:
 
 
 def _ledgers(stages: list[dict[str, Any]]) -> str:
-    """Budget minus everything that is used is what becomes KV cache."""
-    rows = [("memory ledger", *TERMS, "unspent", "KV blocks")]
+    """Budget minus everything that is used is what becomes KV cache; beside it what the driver says is held."""
+    rows = [("memory ledger", *TERMS, "unspent", "held", "KV blocks")]
     for stage in stages:
         ledger = stage["ledger"]
         if ledger is None:
@@ -54,21 +54,29 @@ def _ledgers(stages: list[dict[str, Any]]) -> str:
         sizes = [format_size(ledger["terms"][name]["bytes"]) for name in TERMS]
         blocks = str(ledger["num_blocks"]) if ledger["block_bytes"] else "no KV"
         mark = "" if stage["ledger_is_final"] else " (before capture)"
-        rows.append((stage["name"] + mark, *sizes, format_size(ledger["unspent_bytes"]), blocks))
-    return table(rows, right=range(1, 11))
+        held = "-" if ledger["held_bytes"] is None else format_size(ledger["held_bytes"])
+        rows.append((stage["name"] + mark, *sizes, format_size(ledger["unspent_bytes"]), held, blocks))
+    return table(rows, right=range(1, 12))
 
 
 def _sources(stages: list[dict[str, Any]]) -> str:
-    """How each term became known; one line where all stages agree."""
+    """How each term became known, and its other reading where there is one; one line where all stages agree."""
     lines = ["where the terms come from"]
     for name in TERMS:
         sources: dict[str, list[str]] = {}
         for stage in stages:
             if stage["ledger"] is not None:
-                sources.setdefault(stage["ledger"]["terms"][name]["source"], []).append(stage["name"])
+                term = stage["ledger"]["terms"][name]
+                sources.setdefault(f"{term['source']}{_readings(term)}", []).append(stage["name"])
         texts = [text if len(sources) == 1 else f"{text} ({', '.join(who)})" for text, who in sources.items()]
         lines.append(f"  {name:<12} {'; '.join(texts)}")
     return "\n".join(lines)
+
+
+def _readings(term: dict[str, Any]) -> str:
+    if term["low_bytes"] == term["high_bytes"]:
+        return ""
+    return f", readings {format_size(term['low_bytes'])} to {format_size(term['high_bytes'])}"
 
 
 def _devices(body: dict[str, Any]) -> str:

@@ -161,6 +161,8 @@ class StageError(PlainError):
     """A stage cannot boot; raised inside a worker, reported by the supervisor."""
 
     exit_code = ExitCode.STAGE_FAILED
+    retry: ClassVar[bool] = False
+    """Worth one more try in a fresh process."""
 
 
 class BudgetTooSmallError(StageError):
@@ -168,7 +170,20 @@ class BudgetTooSmallError(StageError):
 
 
 class BudgetOvershootError(StageError):
-    """After capture the stage holds more than its budget and would eat its neighbour."""
+    """After capture the stage holds more than its budget and would eat its neighbour. Less KV cache would do."""
+
+    retry = True
+
+    def __init__(self, text: str, overshoot_bytes: int) -> None:
+        self.overshoot_bytes = overshoot_bytes
+        super().__init__(text)
+        self.args = (text, overshoot_bytes)
+
+
+class DisturbedError(StageError):
+    """Somebody else changed the device while the stage measured, and their memory cannot be told from its own."""
+
+    retry = True
 
 
 class UsageError(PlainError):

@@ -31,6 +31,7 @@ from stagelaunch.core.launch_model import (
     StageEnded,
     StageEvent,
     StageFailed,
+    StageNeedsRetry,
     StageReady,
     StageState,
     StartStage,
@@ -62,6 +63,7 @@ __all__ = [
     "StageEnded",
     "StageEvent",
     "StageFailed",
+    "StageNeedsRetry",
     "StageReady",
     "StageState",
     "StartStage",
@@ -102,7 +104,10 @@ def step(state: LaunchState, event: Event) -> tuple[LaunchState, Commands]:
     if state.is_finished:
         return state, ()
     _refuse_illegal(state, event)
-    state, commands = _react(_note(state, event), event.at_s)
+    noted = _note(state, event)
+    state, commands = _react(noted, event.at_s)
+    if isinstance(event, StageNeedsRetry) and noted.stages[event.stage_id] is StageState.RETRYING:
+        commands = (*_end_for_retry(state, event.stage_id), *commands)
     if state.mode is not Mode.STOPPING:
         return state, commands
     if not state.ids(set(StageState) - OVER):
@@ -128,9 +133,11 @@ _NEXT: dict[type[StageEvent], dict[StageState, StageState]] = {
     StageFailed: {
         StageState.STARTING: StageState.FAILED,
         StageState.READY: StageState.FAILED,
+        StageState.RETRYING: StageState.FAILED,
         StageState.STOPPING: StageState.STOPPING,
     },
     StageEnded: {
+        StageState.RETRYING: StageState.PENDING,
         StageState.STARTING: StageState.ENDED,
         StageState.READY: StageState.ENDED,
         StageState.FAILED: StageState.ENDED,
@@ -144,7 +151,7 @@ def _note(state: LaunchState, event: Event) -> LaunchState:
     match event:
         case Begin():
             return replace(state, mode=Mode.RUNNING)
-        case StageReady() | StageFailed() | StageEnded():
+        case StageReady() | StageFailed() | StageNeedsRetry() | StageEnded():
             return _note_stage(state, event)
         case StopRequested(reason):
             reason = state.stop_reason if state.stop_requests else reason
@@ -157,6 +164,11 @@ def _note(state: LaunchState, event: Event) -> LaunchState:
 
 def _note_stage(state: LaunchState, event: StageEvent) -> LaunchState:
     before = state.stages[event.stage_id]
+    if isinstance(event, StageNeedsRetry):
+        if state.may_retry(event.stage_id):
+            state = replace(state, retried=state.retried | {event.stage_id})
+            return _put(state, (event.stage_id,), StageState.RETRYING)
+        event = StageFailed(event.stage_id, event.failure, event.at_s)
     after = _NEXT[type(event)].get(before)
     if after is None:
         return state
@@ -189,13 +201,27 @@ def _react(state: LaunchState, at_s: float) -> tuple[LaunchState, Commands]:
     if not troubled:
         return _start_due(state) if state.mode is Mode.RUNNING else (state, ())
     commands: Commands = ()
+    state = _give_up_pending(state)
     if state.mode is not Mode.STOPPING:
-        state = _put(state, state.ids({StageState.PENDING}), StageState.SKIPPED)
         state = replace(state, mode=Mode.STOPPING, stop_began_at_s=at_s)
         if state.policy.on_failure is OnFailure.STOP:
             state, commands = _stop_all(state)
     state, more = (_drain if state.policy.on_failure is OnFailure.DRAIN else _climb)(state, at_s)
     return state, commands + more
+
+
+def _end_for_retry(state: LaunchState, stage_id: int) -> Commands:
+    """Its process has said its last word and holds nothing worth an orderly stop. A thread ends by itself."""
+    if state.policy.on_failure is OnFailure.DRAIN:
+        return ()
+    return TerminateStage(stage_id), KillStage(stage_id)
+
+
+def _give_up_pending(state: LaunchState) -> LaunchState:
+    """What waits to be started never will be; a stage between its two tries has ended."""
+    pending = state.ids({StageState.PENDING})
+    state = _put(state, pending, StageState.SKIPPED)
+    return _put(state, state.retried.intersection(pending), StageState.ENDED)
 
 
 def _start_due(state: LaunchState) -> tuple[LaunchState, Commands]:
@@ -214,16 +240,16 @@ def _next_of(state: LaunchState, group: tuple[int, ...]) -> tuple[int, ...]:
     pending = tuple(stage for stage in group if state.stages[stage] is StageState.PENDING)
     if state.policy.order is Order.OVERLAP:
         return pending
-    return () if _count(state, group, StageState.STARTING) else pending[:1]
+    return () if _count(state, group, StageState.STARTING, StageState.RETRYING) else pending[:1]
 
 
-def _count(state: LaunchState, group: tuple[int, ...], wanted: StageState) -> int:
-    return sum(state.stages[stage] is wanted for stage in group)
+def _count(state: LaunchState, group: tuple[int, ...], *wanted: StageState) -> int:
+    return sum(state.stages[stage] in wanted for stage in group)
 
 
 def _drain(state: LaunchState, _at_s: float) -> tuple[LaunchState, Commands]:
     """Once nothing is starting any more, ask what is ready, the last started first."""
-    if state.ids({StageState.STARTING}):
+    if state.ids({StageState.STARTING, StageState.RETRYING}):
         return state, ()
     ready = state.ids({StageState.READY})
     return _put(state, ready, StageState.STOPPING), tuple(map(AskStage, reversed(ready)))
@@ -232,7 +258,7 @@ def _drain(state: LaunchState, _at_s: float) -> tuple[LaunchState, Commands]:
 def _stop_all(state: LaunchState) -> tuple[LaunchState, Commands]:
     """Ask what is ready; TERM to what is not: it cannot listen, or has nothing to hand over."""
     ready = state.ids({StageState.READY})
-    other = state.ids({StageState.STARTING, StageState.FAILED})
+    other = state.ids({StageState.STARTING, StageState.RETRYING, StageState.FAILED})
     state = replace(_put(state, (*ready, *other), StageState.STOPPING), asked=frozenset(ready))
     return state, (*map(AskStage, ready), *map(TerminateStage, other))
 

@@ -69,6 +69,8 @@ class StageState(StrEnum):
     READY = "ready"
     FAILED = "failed"
     """It reported a failure; its process may still be there."""
+    RETRYING = "retrying"
+    """Its process is being ended, to be started once more."""
     STOPPING = "stopping"
     ENDED = "ended"
     SKIPPED = "skipped"
@@ -126,6 +128,15 @@ class StageFailed:
 
 
 @dataclass(frozen=True)
+class StageNeedsRetry:
+    """The stage failed while it booted, in a way that a fresh process may mend. Granted once for each stage."""
+
+    stage_id: int
+    failure: Failure
+    at_s: float
+
+
+@dataclass(frozen=True)
 class StageEnded:
     """What ran the stage is gone. `failure` says what was wrong with how it ended; None: nothing known."""
 
@@ -157,7 +168,7 @@ class TimePassed:
     at_s: float
 
 
-StageEvent = StageReady | StageFailed | StageEnded
+StageEvent = StageReady | StageFailed | StageNeedsRetry | StageEnded
 Event = Begin | StageEvent | StopRequested | DeadlineExpired | TimePassed
 
 
@@ -239,6 +250,8 @@ class LaunchState:
     stop_reason: object | None = None
     stop_requests: int = 0
     was_ready: bool = False
+    retried: frozenset[int] = frozenset()
+    """Stages that have had their second chance."""
     stop_began_at_s: float | None = None
     asked: frozenset[int] = frozenset()
     """Stages that were asked to stop and have had no TERM yet."""
@@ -249,6 +262,11 @@ class LaunchState:
     def is_ready(self) -> bool:
         """Every stage is ready and nothing speaks against it."""
         return self.mode is Mode.RUNNING and not self.ids(set(StageState) - {StageState.READY})
+
+    def may_retry(self, stage_id: int) -> bool:
+        """Whether a failure of the stage now may be answered by starting it once more."""
+        booting = self.mode is Mode.RUNNING and self.stages.get(stage_id) is StageState.STARTING
+        return booting and stage_id not in self.retried
 
     @property
     def is_finished(self) -> bool:

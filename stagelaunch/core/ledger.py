@@ -15,17 +15,22 @@ from statistics import median
 from stagelaunch.core.errors import BudgetTooSmallError
 from stagelaunch.core.units import MIB, format_size
 
+_MARGIN_BYTES, _MARGIN_SHARE = 150 * MIB, 200
+
 
 class Source(StrEnum):
     """How a term of the ledger became known."""
 
     CONFIG_UTILIZATION = "utilization x device total"
     CONFIG_BUDGET = "absolute budget"
-    OWN_FIGURE = "own figure of the device driver"
+    OWN_PID = "driver's figure of this pid"
+    HOST_PID = "driver's figure of this process's pid outside the container"
+    NEW_PID = "driver's figure of the pid that appeared with the context"
     FREE_DELTA = "free-memory change inside one exclusive window"
     ALLOCATOR = "allocator reserved bytes"
     PROFILE = "peak of the largest batch"
     ESTIMATE = "estimated from trial captures"
+    CORRECTED = "estimated, and corrected by what an earlier capture took"
     MEASURED = "measured"
     RULE = "rule"
     NONE = "not used by this stage"
@@ -37,6 +42,18 @@ class Term:
 
     size_bytes: int
     source: Source
+    other_bytes: int | None = None
+    """A second reading of the same quantity, where there is one: by other means, or of its lower or upper bound."""
+
+    @property
+    def low_bytes(self) -> int:
+        """The smaller reading."""
+        return self.size_bytes if self.other_bytes is None else min(self.size_bytes, self.other_bytes)
+
+    @property
+    def high_bytes(self) -> int:
+        """The larger reading."""
+        return self.size_bytes if self.other_bytes is None else max(self.size_bytes, self.other_bytes)
 
 
 @dataclass(frozen=True)
@@ -78,6 +95,15 @@ class Ledger:
     kv: Term
     num_blocks: int
     block_bytes: int
+    graphs_estimate_bytes: int
+    """What the graphs were expected to take when the KV cache was sized."""
+    held_bytes: int | None = None
+    """What the driver says the process holds with everything in place; None before that, or where it does not say."""
+
+    @property
+    def overshoot_bytes(self) -> int:
+        """How far the stage exceeds its budget, by its terms or by the driver's figure; 0 when it does not."""
+        return max(self.used_bytes, self.held_bytes or 0, self.budget.size_bytes) - self.budget.size_bytes
 
     @property
     def used_bytes(self) -> int:
@@ -98,7 +124,23 @@ class Ledger:
 
 def margin_bytes(budget_bytes: int) -> int:
     """What is kept free for fragmentation: 150 MiB or 0.5 % of the budget, whichever is more."""
-    return max(150 * MIB, budget_bytes // 200)
+    return max(_MARGIN_BYTES, budget_bytes // _MARGIN_SHARE)
+
+
+def smallest_budget(needed_bytes: int) -> int:
+    """The smallest budget that leaves ``needed_bytes`` beside its margin."""
+    small = needed_bytes + _MARGIN_BYTES
+    if margin_bytes(small) == _MARGIN_BYTES:
+        return small
+    budget = needed_bytes * _MARGIN_SHARE // (_MARGIN_SHARE - 1)
+    while budget - margin_bytes(budget) < needed_bytes:
+        budget += 1
+    return budget
+
+
+def correction_bytes(overshoot_bytes: int) -> int:
+    """By how much to cut the KV cache of a stage whose graphs took more than estimated: 5 % more than it was over."""
+    return -(-overshoot_bytes * 21 // 20)
 
 
 def estimate_graphs(trial_bytes: Sequence[int], num_sizes: int) -> int:
@@ -117,6 +159,7 @@ def estimate_graphs(trial_bytes: Sequence[int], num_sizes: int) -> int:
 def close_ledger(
     *,
     budget: Term,
+    total_bytes: int,
     context: Term,
     weights: Term,
     activations: Term,
@@ -125,32 +168,64 @@ def close_ledger(
     layout: KVLayout | None,
     max_model_len: int,
 ) -> Ledger:
-    """The ledger with its KV term: as many whole blocks as the budget leaves.
+    """The ledger with its KV term: as many whole blocks as the budget leaves. ``total_bytes`` is the device's.
 
     Raises BudgetTooSmallError when the terms alone exceed the budget, or when what is left cannot hold one request of
-    ``max_model_len`` tokens and the null block; the text says the smallest budget that would do.
+    ``max_model_len`` tokens and the null block; the text says the smallest budget and the longest request that would
+    do.
     """
     margin = Term(margin_bytes(budget.size_bytes), Source.RULE)
-    spent = sum(t.size_bytes for t in (context, weights, activations, non_torch, graphs, margin))
-    left = budget.size_bytes - spent
+    spent = sum(t.size_bytes for t in (context, weights, activations, non_torch, graphs))
+    left = budget.size_bytes - margin.size_bytes - spent
     needed = 0 if layout is None else layout.blocks_for(max_model_len) * layout.block_bytes
-    if left < needed:
-        raise BudgetTooSmallError(_too_small(budget, spent, needed, max_model_len))
-    num_blocks = 0 if layout is None else left // layout.block_bytes
+    num_blocks = 0 if layout is None else max(left, 0) // layout.block_bytes
     block_bytes = 0 if layout is None else layout.block_bytes
     kv = Term(num_blocks * block_bytes, Source.NONE if layout is None else Source.RULE)
-    return Ledger(budget, context, weights, activations, non_torch, graphs, margin, kv, num_blocks, block_bytes)
-
-
-def _too_small(budget: Term, spent_bytes: int, needed_bytes: int, max_model_len: int) -> str:
-    smallest = spent_bytes + needed_bytes
-    wanted = (
-        f"{format_size(needed_bytes)} of KV cache for one request of {max_model_len} tokens"
-        if needed_bytes
-        else "no KV cache"
+    made = Ledger(
+        budget, context, weights, activations, non_torch, graphs, margin, kv, num_blocks, block_bytes, graphs.size_bytes
     )
+    if left < needed:
+        raise BudgetTooSmallError(_too_small(made, spent + needed, layout, max_model_len, total_bytes))
+    return made
+
+
+def figures(ledger: Ledger) -> str:
+    """Every term in one line: ``budget 1.00 GiB, context 64.00 MiB, ...``."""
+    return ", ".join(f"{name} {format_size(term.size_bytes)}" for name, term in ledger.rows())
+
+
+def _too_small(ledger: Ledger, needed_bytes: int, layout: KVLayout | None, max_model_len: int, total_bytes: int) -> str:
+    wanted = "" if layout is None else f" and {_request(layout, max_model_len)}"
     return (
-        f"cannot size the stage in its budget of {format_size(budget.size_bytes)}: context, weights, activations, "
-        f"graphs and margin take {format_size(spent_bytes)} and it needs {wanted}; "
-        f"give it a budget of at least {smallest} bytes ({format_size(smallest)})"
+        f"cannot size the stage in its budget ({figures(ledger)}): everything but the KV cache{wanted} must fit; "
+        f"{_budget_advice(smallest_budget(needed_bytes), total_bytes)}{_length_advice(ledger, layout)}"
     )
+
+
+def _request(layout: KVLayout, max_model_len: int) -> str:
+    blocks = layout.blocks_for(max_model_len)
+    return (
+        f"{format_size(blocks * layout.block_bytes)} of it for one request of {max_model_len} tokens ({blocks} blocks)"
+    )
+
+
+def _budget_advice(smallest_bytes: int, total_bytes: int) -> str:
+    advice = f"give it a budget of at least {smallest_bytes} bytes ({format_size(smallest_bytes)}"
+    if smallest_bytes > total_bytes:
+        return f"{advice}, more than the device has)"
+    return f"{advice}, utilization {smallest_utilization(smallest_bytes, total_bytes)})"
+
+
+def smallest_utilization(budget_bytes: int, total_bytes: int) -> float:
+    """The smallest share of the total, in steps of 0.0001, that gives at least this budget."""
+    steps = budget_bytes * 10_000 // total_bytes
+    while int(steps / 10_000 * total_bytes) < budget_bytes:
+        steps += 1
+    return steps / 10_000
+
+
+def _length_advice(ledger: Ledger, layout: KVLayout | None) -> str:
+    if layout is None:
+        return ""
+    longest = (ledger.num_blocks - 1) * layout.block_size
+    return f", or a max_model_len of at most {longest}" if longest > 0 else ""

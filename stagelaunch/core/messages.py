@@ -88,6 +88,10 @@ class Failed:
     exit_code: int
     """What the deployment should exit with, for an error of ours; 1 otherwise."""
     at_s: float
+    retry: bool = False
+    """Worth one more try in a fresh process."""
+    overshoot_bytes: int = 0
+    """How far the stage exceeded its budget, for one that did."""
 
 
 @dataclass(frozen=True)
@@ -162,9 +166,19 @@ _PLAIN: dict[str, type | tuple[type, ...]] = {"float": (int, float), "int": int,
 
 def ledger_from_json(body: dict[str, Any]) -> Ledger:
     """Inverse of ``dataclasses.asdict(ledger)`` after JSON."""
-    terms = {
-        name: Term(int(value["size_bytes"]), Source(value["source"]))
-        for name, value in body.items()
-        if isinstance(value, dict)
-    }
-    return Ledger(num_blocks=int(body["num_blocks"]), block_bytes=int(body["block_bytes"]), **terms)
+    terms = {name: _term(value) for name, value in body.items() if isinstance(value, dict)}
+    return Ledger(
+        num_blocks=int(body["num_blocks"]),
+        block_bytes=int(body["block_bytes"]),
+        graphs_estimate_bytes=int(body["graphs_estimate_bytes"]),
+        held_bytes=_optional_int(body["held_bytes"]),
+        **terms,
+    )
+
+
+def _term(body: dict[str, Any]) -> Term:
+    return Term(int(body["size_bytes"]), Source(body["source"]), _optional_int(body["other_bytes"]))
+
+
+def _optional_int(value: Any) -> int | None:
+    return None if value is None else int(value)

@@ -6,7 +6,7 @@ everything it computes runs inside ``compute``; graphs come from ``capture``. Im
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
@@ -20,6 +20,7 @@ class MemoryStats:
 
     allocated_bytes: int
     reserved_bytes: int
+    peak_allocated_bytes: int
     peak_reserved_bytes: int
 
 
@@ -57,12 +58,18 @@ class Device(Protocol):
     def fills_in_place(self) -> bool:
         """Resident tensors are host memory that may be written directly, at no rate of the device's own."""
 
-    def create_context(self) -> int | None:
-        """Create the context and library handles every process pays for. Called once, before anything else.
+    def create_context(self) -> None:
+        """Create the context and library handles every process pays for. Called once, before anything is allocated."""
 
-        Returns by how much the device's free memory fell meanwhile, which is the context's cost when nobody else
-        touches the device (the caller holds the exclusive lock); None when free memory cannot be read without one.
+    def process_table(self) -> Mapping[int, int | None] | None:
+        """What the driver says each process holds on the device, context included, by the driver's pid.
+
+        None for a process it lists without saying (never 0 for unknown); None instead of a table when it lists nobody.
+        Needs no context.
         """
+
+    def driver_free_bytes(self) -> int | None:
+        """What the driver says is free, device-wide; needs no context. None when it does not say."""
 
     def total_bytes(self) -> int:
         """What the device runtime says the device has; the base of a utilization."""
@@ -70,14 +77,11 @@ class Device(Protocol):
     def free_bytes(self) -> int:
         """What the device runtime says is free now, device-wide."""
 
-    def process_bytes(self) -> int | None:
-        """What the driver says this process holds, context included; None when it cannot say. Never 0 for unknown."""
-
     def memory(self) -> MemoryStats:
         """This process's allocator."""
 
     def reset_peak(self) -> None:
-        """Start ``peak_reserved_bytes`` anew from what is reserved now."""
+        """Start both peaks anew from what is allocated and reserved now."""
 
     def empty_cache(self) -> None:
         """Give cached, unused memory back to the device."""

@@ -5,7 +5,7 @@ The worker sees one device only (CUDA_VISIBLE_DEVICES is its UUID), so its ordin
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any, cast
@@ -14,7 +14,7 @@ import torch
 
 from stagelaunch.core.errors import NoDeviceError
 from stagelaunch.devices.base import Graph, MemoryStats, Step
-from stagelaunch.devices.inventory import free_cuda_bytes, own_cuda_bytes
+from stagelaunch.devices.inventory import free_cuda_bytes, process_table
 
 
 @dataclass(frozen=True)
@@ -57,10 +57,8 @@ class CudaDevice:
         """Device memory is no host memory."""
         return False
 
-    def create_context(self) -> int | None:
+    def create_context(self) -> None:
         """Create the context and the handles of the BLAS libraries. NoDeviceError if it is another device's."""
-        # NVML's figure: cudaMemGetInfo would create the context whose cost is asked for.
-        before = free_cuda_bytes(self._uuid)
         torch.cuda.init()  # type: ignore[no-untyped-call]
         torch.cuda.set_device(self._device)
         found = f"{torch.cuda.get_device_properties(self._device).uuid}"
@@ -77,10 +75,14 @@ class CudaDevice:
         torch.cuda.synchronize()
         del matrix
         torch.cuda.empty_cache()
-        after = free_cuda_bytes(self._uuid)
-        # What the allocator still keeps is counted as its own, not as the context's.
-        reserved = torch.cuda.memory_reserved(self._device)
-        return None if before is None or after is None else before - after - reserved
+
+    def process_table(self) -> Mapping[int, int | None] | None:
+        """NVML's compute processes of the device."""
+        return process_table(self._uuid)
+
+    def driver_free_bytes(self) -> int | None:
+        """NVML's free: cudaMemGetInfo would create the context whose cost is asked for."""
+        return free_cuda_bytes(self._uuid)
 
     def total_bytes(self) -> int:
         """Total of cudaMemGetInfo."""
@@ -90,15 +92,12 @@ class CudaDevice:
         """Free of cudaMemGetInfo."""
         return torch.cuda.mem_get_info(self._device)[0]
 
-    def process_bytes(self) -> int | None:
-        """NVML's figure for this process; None when it does not say."""
-        return own_cuda_bytes(self._uuid)
-
     def memory(self) -> MemoryStats:
         """The caching allocator's figures."""
         return MemoryStats(
             torch.cuda.memory_allocated(self._device),
             torch.cuda.memory_reserved(self._device),
+            torch.cuda.max_memory_allocated(self._device),
             torch.cuda.max_memory_reserved(self._device),
         )
 

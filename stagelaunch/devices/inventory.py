@@ -42,6 +42,13 @@ def own_cuda_bytes(uuid: str) -> int | None:
     return None
 
 
+def process_table(uuid: str) -> dict[int, int | None] | None:
+    """What the driver says each process holds on a device, by its pid; None when it shows no table."""
+    with suppress(NoDeviceError), _nvml() as nvml:
+        return dict(_running(nvml, nvml.nvmlDeviceGetHandleByUUID(uuid)))
+    return None
+
+
 def free_cuda_bytes(uuid: str) -> int | None:
     """What the driver says is free on a device, without creating a context there; None when it does not say."""
     with suppress(NoDeviceError), _nvml() as nvml:

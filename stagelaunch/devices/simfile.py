@@ -107,6 +107,17 @@ class SimulatedFile:
         with self._mutex():
             return self._held_bytes(row)
 
+    def process_table(self, index: int) -> dict[int, int]:
+        """What each live process holds on device ``index``, by pid; whoever holds nothing is not in it."""
+        row = self._row_of(index)
+        table: dict[int, int] = {}
+        with self._mutex():
+            pids = self._tables.pids()
+            for slot in self._live_slots():
+                # A process may have opened the file more than once.
+                table[pids[slot]] = table.get(pids[slot], 0) + self._tables.held_bytes(row, slot)
+        return {pid: size_bytes for pid, size_bytes in table.items() if size_bytes}
+
     def free_bytes(self, index: int) -> int:
         """What nobody holds on device ``index``; dead processes hold nothing."""
         row = self._row_of(index)

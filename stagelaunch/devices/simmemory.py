@@ -44,6 +44,7 @@ class Allocator:
         self._pool_bytes = 0
         """Segments that belong to graph pools."""
         self._peak_live_bytes = 0
+        self._peak_allocated_bytes = 0
         self._peak_reserved_bytes = 0
         self._charged: set[int] = set()
         self._dead_bytes: deque[int] = deque()
@@ -67,11 +68,14 @@ class Allocator:
     def stats(self) -> MemoryStats:
         """The figures of torch.cuda's allocator. Graph pools count as allocated: nobody else can have them."""
         self._settle()
-        return MemoryStats(self._live_bytes + self._pool_bytes, self._reserved_bytes, self._peak_reserved_bytes)
+        return MemoryStats(
+            self._allocated_bytes, self._reserved_bytes, self._peak_allocated_bytes, self._peak_reserved_bytes
+        )
 
     def reset_peak(self) -> None:
-        """Start the peak of reserved bytes anew."""
+        """Start both peaks anew."""
         self._settle()
+        self._peak_allocated_bytes = self._allocated_bytes
         self._peak_reserved_bytes = self._reserved_bytes
 
     def empty_cache(self) -> None:
@@ -88,6 +92,7 @@ class Allocator:
         self._fit_cache(self._live_bytes + size_bytes, size_bytes)
         self._live_bytes += size_bytes
         self._peak_live_bytes = max(self._peak_live_bytes, self._live_bytes)
+        self._peak_allocated_bytes = max(self._peak_allocated_bytes, self._allocated_bytes)
 
     def charge_storage(self, storage: torch.UntypedStorage) -> None:
         """Charge a storage until it dies."""
@@ -158,7 +163,12 @@ class Allocator:
         if not self._file.allocate(self._index, missing_bytes()):
             raise self._out_of_memory(tried_bytes)
 
+    @property
+    def _allocated_bytes(self) -> int:
+        return self._live_bytes + self._pool_bytes
+
     def _note_peak(self) -> None:
+        self._peak_allocated_bytes = max(self._peak_allocated_bytes, self._allocated_bytes)
         self._peak_reserved_bytes = max(self._peak_reserved_bytes, self._reserved_bytes)
 
     def _out_of_memory(self, tried_bytes: int) -> torch.OutOfMemoryError:

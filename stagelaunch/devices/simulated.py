@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 
 import torch
@@ -59,16 +59,23 @@ class SimulatedDevice:
         """Host memory, unless the machine has a transfer rate that every byte must keep to."""
         return self._machine.transfer_bytes_per_s is None
 
-    def create_context(self) -> int | None:
+    def create_context(self) -> None:
         """Charge what a context costs. torch.OutOfMemoryError when the device has no room for it."""
         self._check()
-        before = self._file.free_bytes(self._index)
         if self._has_context:
-            return 0
+            return
         if not self._file.allocate(self._index, self._machine.context_bytes):
             raise out_of_memory(self._file, self._index, self._machine.context_bytes)
         self._has_context = True
-        return before - self._file.free_bytes(self._index)
+
+    def process_table(self) -> Mapping[int, int | None] | None:
+        """Every process of the machine that holds memory on the device."""
+        self._check()
+        return self._file.process_table(self._index)
+
+    def driver_free_bytes(self) -> int | None:
+        """What nobody holds now."""
+        return self.free_bytes()
 
     def total_bytes(self) -> int:
         """Capacity of the device."""
@@ -81,7 +88,10 @@ class SimulatedDevice:
         return self._file.free_bytes(self._index)
 
     def process_bytes(self) -> int | None:
-        """Exactly what this process holds: context, reserved memory, graphs. None before there is a context."""
+        """Exactly what was charged through this device: context, reserved memory, graphs. None without a context.
+
+        Not of the protocol: a real driver's word for it is the process table.
+        """
         self._check()
         return self._file.process_bytes(self._index) if self._has_context else None
 
@@ -90,7 +100,7 @@ class SimulatedDevice:
         return self._allocator.stats()
 
     def reset_peak(self) -> None:
-        """Start the peak of reserved bytes anew."""
+        """Start both peaks anew."""
         self._allocator.reset_peak()
 
     def empty_cache(self) -> None:

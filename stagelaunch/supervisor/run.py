@@ -7,7 +7,7 @@ import contextlib
 import signal
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from stagelaunch.config_file import LoadedDeployment
@@ -20,6 +20,8 @@ from stagelaunch.core.groups import init_groups
 from stagelaunch.core.inventory import DeviceInfo, SimulatedMachine
 from stagelaunch.core.outcome import Outcome, memory_leftovers
 from stagelaunch.core.run_spec import runs_to_json
+from stagelaunch.core.units import format_size
+from stagelaunch.supervisor import corrections
 from stagelaunch.supervisor.admission import Admitted, admit, devices_now
 from stagelaunch.supervisor.control import ControlServer, Handlers
 from stagelaunch.supervisor.runtime import Runtime, write_atomically
@@ -52,6 +54,7 @@ async def run_deployment(
     with runtime.claim():
         lock_dir = LockDirectory(loaded.lock_dir)
         admitted = await admit(loaded, machine, runtime)
+        admitted = _with_corrections(admitted, runtime, listener)
         write_atomically(runtime.run_file, runs_to_json(admitted.runs))
         runtime.write_state("booting", config=str(loaded.path))
         outcome = None
@@ -62,6 +65,17 @@ async def run_deployment(
             with contextlib.suppress(OSError):
                 runtime.write_state("ended", **_ending(outcome))
         return outcome
+
+
+def _with_corrections(admitted: Admitted, runtime: Runtime, listener: Listener) -> Admitted:
+    runs, remarks = corrections.recall(runtime.corrections, admitted.runs)
+    for remark in remarks:
+        listener.say(remark)
+    for run in runs:
+        if run.graphs_correction_bytes:
+            size = format_size(run.graphs_correction_bytes)
+            listener.say(f"{run.name}: {size} less KV cache than estimated: an earlier boot found its graphs larger")
+    return replace(admitted, runs=runs)
 
 
 class _Session:

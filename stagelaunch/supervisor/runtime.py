@@ -4,6 +4,7 @@ RUNTIME/NAME/lock          held by the supervisor for life
 RUNTIME/NAME/state.json    who it is, or how the last run ended
 RUNTIME/NAME/control.sock  where it answers
 RUNTIME/NAME/run.json      what its workers were told
+RUNTIME/NAME/corrections.json  what captures took beyond their estimate, for the next boot
 RUNTIME/NAME/logs/STAGE.log   one per stage
     RUNTIME/NAME/supervisor.log   what a detached supervisor says
 """
@@ -75,6 +76,11 @@ class Runtime:
     def run_file(self) -> Path:
         """What the workers were told."""
         return self.directory / "run.json"
+
+    @property
+    def corrections(self) -> Path:
+        """What earlier boots have learnt about the graphs of their stages."""
+        return self.directory / "corrections.json"
 
     @property
     def logs(self) -> Path:

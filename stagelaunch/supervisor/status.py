@@ -73,10 +73,20 @@ def _stage(
 
 def ledger_body(ledger: Ledger) -> dict[str, Any]:
     """A ledger's terms by name, each with its source."""
-    terms = {name: {"bytes": term.size_bytes, "source": term.source} for name, term in ledger.rows()}
+    terms = {
+        name: {
+            "bytes": term.size_bytes,
+            "low_bytes": term.low_bytes,
+            "high_bytes": term.high_bytes,
+            "source": term.source,
+        }
+        for name, term in ledger.rows()
+    }
     return {
         "terms": terms,
         "num_blocks": ledger.num_blocks,
         "block_bytes": ledger.block_bytes,
         "unspent_bytes": ledger.unspent_bytes,
+        "graphs_estimate_bytes": ledger.graphs_estimate_bytes,
+        "held_bytes": ledger.held_bytes,
     }

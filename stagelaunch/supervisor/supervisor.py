@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import itertools
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from signal import SIGKILL, SIGTERM
 from typing import Any
 
@@ -20,10 +20,13 @@ from stagelaunch.core.board import StageView, Timeouts
 from stagelaunch.core.errors import ExitCode
 from stagelaunch.core.failure import StageFailure, exited
 from stagelaunch.core.launch import LaunchResult, LaunchState
+from stagelaunch.core.ledger import correction_bytes
 from stagelaunch.core.narrate import narrate
 from stagelaunch.core.phases import Phase
-from stagelaunch.core.run_spec import StageRun
-from stagelaunch.supervisor.runtime import Runtime
+from stagelaunch.core.run_spec import StageRun, runs_to_json
+from stagelaunch.core.units import format_size
+from stagelaunch.supervisor import corrections
+from stagelaunch.supervisor.runtime import Runtime, write_atomically
 from stagelaunch.supervisor.stage_process import StageProcess
 from stagelaunch.system import log_file
 from stagelaunch.system.process import signal_name
@@ -46,6 +49,8 @@ class _Stage:
     told_failure: bool = False
     log_begins: int = 0
     """Where this run begins in the stage's log, which earlier runs have written to."""
+    past_pids: set[int] = field(default_factory=set)
+    """Its processes before the present one: it was started again."""
 
 
 class Supervisor:
@@ -130,7 +135,8 @@ class Supervisor:
     def gone_pids(self) -> set[int]:
         """The processes that were started and are dead."""
         started = (stage.process for stage in self._stages.values() if stage.process is not None)
-        return {process.pid for process in started if process.ended.is_set()}
+        ended = {process.pid for process in started if process.ended.is_set()}
+        return ended.union(*(stage.past_pids for stage in self._stages.values()))
 
     async def probe(self, stage_id: int) -> m.Probed:
         """One step of a ready stage through its graph, compared with eager. TimeoutError if it does not answer."""
@@ -161,7 +167,8 @@ class Supervisor:
             case launch.TerminateStage(stage_id):
                 self._enter_stop(stage_id, StageProcess.terminate)
             case launch.KillStage(stage_id):
-                self._say_of(self._stages[stage_id], "is still there: killing it")
+                if self._state.mode is launch.Mode.STOPPING:
+                    self._say_of(self._stages[stage_id], "is still there: killing it")
                 self._enter_stop(stage_id, StageProcess.kill)
             case launch.WakeAt(at_s):
                 if self._wake is not None:
@@ -177,6 +184,9 @@ class Supervisor:
 
     def _start(self, stage: _Stage) -> None:
         run = stage.run
+        if stage.process is not None:
+            stage.past_pids.add(stage.process.pid)
+        stage.process, stage.told_failure = None, False
         stage.view = board.spawned(run.stage_id, run.name, self._loop.time())
         stage.log_begins = log_file.size(run.log_path)
         try:
@@ -227,7 +237,32 @@ class Supervisor:
             stage, message.error, message.text, phase=message.phase, traceback=message.traceback,
             exit_code=ExitCode(message.exit_code),
         )  # fmt: skip
+        learnt = self._learn(stage, message)
+        if message.retry and learnt and self._state.may_retry(stage.run.stage_id):
+            self._say_of(stage, f"failed in {message.phase}: {message.text}")
+            less = ", with less KV cache" if message.overshoot_bytes else ""
+            self._say_of(stage, f"is started once more in a fresh process{less}")
+            found = self._as_first(stage, failure)
+            self._dispatch(launch.StageNeedsRetry(stage.run.stage_id, found, self._loop.time()))
+            return
         self._fail(stage, failure)
+
+    def _learn(self, stage: _Stage, message: m.Failed) -> bool:
+        """Keep for the stage's next process, and for the next boot, what this one was over; False where it could not be
+        written down."""
+        if not message.overshoot_bytes:
+            return True
+        correction = stage.run.graphs_correction_bytes + correction_bytes(message.overshoot_bytes)
+        stage.run = replace(stage.run, graphs_correction_bytes=correction)
+        runs = tuple(each.run for each in self._stages.values())
+        try:
+            write_atomically(self._runtime.run_file, runs_to_json(runs))
+            corrections.remember(self._runtime.corrections, runs)
+        except OSError as error:
+            self._say_of(stage, f"cannot note that its graphs need more: {error.strerror}")
+            return False
+        self._say_of(stage, f"gets {format_size(correction)} less KV cache than estimated from now on")
+        return True
 
     def _fail(self, stage: _Stage, failure: StageFailure) -> None:
         self._say_of(stage, f"FAILED in {failure.phase}: {failure.summary}")

@@ -35,6 +35,14 @@ def start_time(pid: int) -> int | None:
     return int(stat[stat.rindex(b")") + 2 :].split()[19])
 
 
+def own_pids() -> tuple[int, ...]:
+    """This process's pid, then its pids in the namespaces around, outermost first, as far as the kernel tells."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("NSpid:"):
+            return tuple(dict.fromkeys((os.getpid(), *map(int, line.split()[1:]))))
+    return (os.getpid(),)
+
+
 def boot_id() -> str:
     """Identity of this boot of the machine."""
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()

@@ -1,27 +1,30 @@
 """The boot of one stage inside its own process: each phase under the lock its table names, every byte measured.
 
-Decides nothing about memory: what is measured here becomes terms of ``core.ledger``, which does the arithmetic.
+Decides nothing about memory: what is measured here becomes terms of ``core.ledger``, which does the arithmetic. Whose
+memory is whose is told by ``worker.own_memory``.
 """
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
+import torch
+
+from stagelaunch.core.attribution import VERIFY_BYTES
 from stagelaunch.core.errors import BudgetOvershootError, StageError
-from stagelaunch.core.ledger import Ledger, Source, Term, close_ledger, estimate_graphs
+from stagelaunch.core.ledger import Ledger, Source, Term, close_ledger, estimate_graphs, figures
 from stagelaunch.core.phases import LockMode, Phase
 from stagelaunch.core.run_spec import StageRun
 from stagelaunch.core.units import format_size
 from stagelaunch.devices.base import Device
 from stagelaunch.engines.base import Engine, EngineSpec
 from stagelaunch.system.locks import DeviceLocks, Holder
+from stagelaunch.system.process import own_pids
+from stagelaunch.worker import measure
+from stagelaunch.worker.own_memory import OwnMemory
 from stagelaunch.worker.reporter import Reporter
-
-TRIAL_CAPTURES = 3
-"""Graphs captured, largest first, to estimate what all of them will take."""
 
 
 def engine_spec(run: StageRun) -> EngineSpec:
@@ -40,14 +43,27 @@ def engine_spec(run: StageRun) -> EngineSpec:
 
 
 class Boot:
-    """Walks one engine on one device from context to captured graphs. ``walk`` is called once."""
+    """Walks one engine on one device from context to captured graphs. ``walk`` is called once.
 
-    def __init__(self, run: StageRun, engine: Engine, device: Device, locks: DeviceLocks, reporter: Reporter) -> None:
+    ``on_identity`` hears the pid under which the driver knows this process, where it can be told.
+    """
+
+    def __init__(
+        self,
+        run: StageRun,
+        engine: Engine,
+        device: Device,
+        locks: DeviceLocks,
+        reporter: Reporter,
+        on_identity: Callable[[int], None] = lambda pid: None,
+    ) -> None:
         self._run = run
         self._engine = engine
         self._device = device
         self._locks = locks
         self._reporter = reporter
+        self._on_identity = on_identity
+        self._memory = OwnMemory(device, own_pids())
 
     def walk(self) -> Ledger:
         """Context, load, profile, size, allocate, capture. Returns the final ledger, graphs measured."""
@@ -55,12 +71,13 @@ class Boot:
         with reporter.phase(Phase.CONTEXT), self._lock(LockMode.EXCLUSIVE):
             context = self._create_context()
         with reporter.phase(Phase.LOAD):
-            weights = self._load()
+            self._load()
         with reporter.phase(Phase.PROFILE), self._lock(LockMode.EXCLUSIVE):
-            activations, non_torch, graphs = self._profile(context)
+            weights, activations, non_torch, graphs = self._profile()
         with reporter.phase(Phase.SIZE):
             ledger = close_ledger(
                 budget=self._budget(),
+                total_bytes=self._device.total_bytes(),
                 context=context,
                 weights=weights,
                 activations=activations,
@@ -71,9 +88,10 @@ class Boot:
             )
             reporter.ledger(ledger, final=False)
         with reporter.phase(Phase.ALLOCATE), self._lock(LockMode.EXCLUSIVE):
-            self._allocate(ledger)
+            ledger = replace(ledger, kv=self._allocate(ledger))
         with reporter.phase(Phase.CAPTURE), self._lock(LockMode.SHARED):
-            ledger = replace(ledger, graphs=self._capture())
+            graphs = self._capture(ledger.graphs_estimate_bytes)
+            ledger = replace(ledger, graphs=graphs, held_bytes=self._memory.held_bytes())
         self._check_budget(ledger)
         reporter.ledger(ledger, final=True)
         return ledger
@@ -97,80 +115,47 @@ class Boot:
         return Term(int(self._run.utilization * self._device.total_bytes()), Source.CONFIG_UTILIZATION)
 
     def _create_context(self) -> Term:
-        change = self._device.create_context()
-        own = self._device.process_bytes()
-        if own is not None:
-            return Term(own - self._device.memory().reserved_bytes, Source.OWN_FIGURE)
-        if change is None:
-            raise StageError(
-                "cannot measure what the device context takes: the driver reports neither this process's memory nor "
-                "free memory before the context; give the driver's process accounting to this user or container"
-            )
-        return Term(change, Source.FREE_DELTA)
+        context = self._memory.create_context()
+        if self._memory.identity is not None:
+            self._on_identity(self._memory.identity.pid)
+        return context
 
-    def _load(self) -> Term:
+    def _load(self) -> None:
         with self._lock(LockMode.SHARED):
             self._engine.allocate_weights(self._device)
         self._engine.read_weights(lambda done, total: self._reporter.progress(done, total, "bytes"))
-        self._settle()
-        return Term(self._device.memory().reserved_bytes, Source.ALLOCATOR)
+        measure.settle(self._device)
 
-    def _settle(self) -> None:
-        """Drop what nothing refers to any more, so that reserved bytes are what the stage keeps."""
-        self._device.synchronize()
-        gc.collect()
-        self._device.empty_cache()
+    def _profile(self) -> tuple[Term, Term, Term, Term]:
+        """Weights, activation peak, non-torch growth and the graph estimate. Runs under the exclusive lock."""
+        self._memory.begin_window()
+        activations = measure.activations(self._engine, self._device)
+        trials = measure.trial_captures(self._engine, self._run.capture_sizes, self._capture_one)
+        # Not right after loading: what the first batch left in the allocator for good (workspaces) stays as well.
+        weights = measure.resident(self._device)
+        return weights, activations, self._memory.non_torch(), self._graphs(trials)
 
-    def _profile(self, context: Term) -> tuple[Term, Term, Term]:
-        """Activation peak, non-torch growth and the graph estimate. Runs under the exclusive lock."""
-        device = self._device
-        free_before = device.free_bytes() + device.memory().reserved_bytes
-        # The first run pays for lazily created workspaces and compiled kernels; only the second is measured.
-        self._engine.run_largest_batch()
-        self._settle()
-        device.reset_peak()
-        self._engine.run_largest_batch()
-        device.synchronize()
-        peak = device.memory().peak_reserved_bytes
-        self._settle()
-        activations = Term(max(peak - device.memory().reserved_bytes, 0), Source.PROFILE)
-        return activations, self._non_torch(context, free_before), self._estimate_graphs()
-
-    def _non_torch(self, context: Term, free_before: int) -> Term:
-        own = self._device.process_bytes()
-        reserved = self._device.memory().reserved_bytes
-        if own is not None and context.source is Source.OWN_FIGURE:
-            return Term(max(own - reserved - context.size_bytes, 0), Source.OWN_FIGURE)
-        return Term(max(free_before - self._device.free_bytes() - reserved, 0), Source.FREE_DELTA)
-
-    def _estimate_graphs(self) -> Term:
-        """Capture the largest few graphs over a KV cache that is just large enough, measure, drop all of it."""
+    def _graphs(self, trials: list[int]) -> Term:
+        """The estimate, and what an earlier boot of this very stage has taught about it."""
         sizes = self._run.capture_sizes
         if not sizes:
             return Term(0, Source.NONE)
-        layout = self._engine.kv_layout
-        if layout is not None:
-            self._engine.allocate_kv(layout.blocks_for(1))
-        trials = [self._capture_one(size) for size in sizes[:TRIAL_CAPTURES]]
-        self._engine.release_graphs()
-        self._engine.release_kv()
-        self._settle()
-        return Term(estimate_graphs(trials, len(sizes)), Source.ESTIMATE)
+        estimate, correction = estimate_graphs(trials, len(sizes)), self._run.graphs_correction_bytes
+        return Term(estimate + correction, Source.CORRECTED if correction else Source.ESTIMATE)
 
     def _capture_one(self, size: int) -> int:
         """Capture one size; the bytes it took, by the driver's figure of this process or else by the allocator's."""
-        device = self._device
-        own_before, reserved_before = device.process_bytes(), device.memory().reserved_bytes
+        held_before, reserved_before = self._memory.held_bytes(), self._device.memory().reserved_bytes
         self._engine.capture(size)
-        self._settle()
-        own_after, reserved_after = device.process_bytes(), device.memory().reserved_bytes
-        if own_before is None or own_after is None:
+        measure.settle(self._device)
+        held_after, reserved_after = self._memory.held_bytes(), self._device.memory().reserved_bytes
+        if held_before is None or held_after is None:
             return reserved_after - reserved_before
-        return own_after - own_before
+        return held_after - held_before
 
-    def _allocate(self, ledger: Ledger) -> None:
+    def _allocate(self, ledger: Ledger) -> Term:
         if ledger.num_blocks == 0:
-            return
+            return ledger.kv
         free = self._device.free_bytes()
         if free < ledger.kv.size_bytes:
             raise StageError(
@@ -178,24 +163,43 @@ class Boot:
                 f"device {self._run.device_index} has {format_size(free)} free; another process holds memory this "
                 f"stage's budget counts on: stop it, or lower the budget"
             )
+        reserved = self._device.memory().reserved_bytes
         self._engine.allocate_kv(ledger.num_blocks)
+        return replace(ledger.kv, other_bytes=self._device.memory().reserved_bytes - reserved)
 
-    def _capture(self) -> Term:
+    def _capture(self, expected_bytes: int) -> Term:
         sizes = self._run.capture_sizes
         if not sizes:
             return Term(0, Source.NONE)
-        total = 0
+        took: list[int] = []
+        reserved = self._device.memory().reserved_bytes
         for done, size in enumerate(sizes):
             self._reporter.progress(done, len(sizes), "graphs")
-            total += self._capture_one(size)
+            try:
+                took.append(self._capture_one(size))
+            except torch.OutOfMemoryError as error:
+                raise self._out_of_memory(size, took, expected_bytes) from error
         self._reporter.progress(len(sizes), len(sizes), "graphs")
-        return Term(max(total, 0), Source.MEASURED)
+        return Term(max(sum(took), 0), Source.MEASURED, self._device.memory().reserved_bytes - reserved)
+
+    def _out_of_memory(self, size: int, took: list[int], expected_bytes: int) -> BudgetOvershootError:
+        """The error for a capture that found no room. What it would have taken is not known: as much as the largest."""
+        would_take = sum(took) + max(took, default=expected_bytes)
+        return BudgetOvershootError(
+            f"cannot capture batch size {size}: the device is out of memory; its graphs took "
+            f"{format_size(sum(took))} so far and were expected to take {format_size(expected_bytes)} in all; raise "
+            f"the budget or the reserve, or capture fewer graphs",
+            max(would_take - expected_bytes, VERIFY_BYTES),
+        )
 
     def _check_budget(self, ledger: Ledger) -> None:
-        over = ledger.used_bytes - ledger.budget.size_bytes
-        if over > 0:
-            figures = ", ".join(f"{name} {format_size(term.size_bytes)}" for name, term in ledger.rows())
+        over = ledger.overshoot_bytes
+        if over:
+            held = "" if ledger.held_bytes is None else f"; the driver says it holds {format_size(ledger.held_bytes)}"
             raise BudgetOvershootError(
                 f"cannot keep the stage within its budget: with its graphs captured it takes {format_size(over)} more "
-                f"than it was given ({figures}); raise the budget by that much or capture fewer graphs"
+                f"than it was given ({figures(ledger)}; graphs were expected to take "
+                f"{format_size(ledger.graphs_estimate_bytes)}{held}); raise the budget by that much or capture fewer "
+                f"graphs",
+                over,
             )

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from stagelaunch.core import messages as m
-from stagelaunch.core.errors import ExitCode, StagelaunchError
+from stagelaunch.core.errors import BudgetOvershootError, ExitCode, StageError, StagelaunchError
 from stagelaunch.core.ledger import Ledger
 from stagelaunch.core.phases import LockMode, Phase
 
@@ -84,7 +84,9 @@ class Reporter:
         # The whole of it goes to the stage's log; what is sent must fit a line that the supervisor takes.
         print(trace, file=sys.stderr, flush=True)
         text, trace = _shortened(text, MAX_TEXT_CHARS), _shortened(trace, MAX_TRACEBACK_CHARS)
-        self.send(m.Failed(self.current, type(error).__name__, text, trace, int(code), self.now()))
+        retry = isinstance(error, StageError) and error.retry
+        over = error.overshoot_bytes if isinstance(error, BudgetOvershootError) else 0
+        self.send(m.Failed(self.current, type(error).__name__, text, trace, int(code), self.now(), retry, over))
 
 
 def _shortened(text: str, limit: int) -> str:

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import yaml
@@ -112,11 +113,14 @@ class Site:
         body: dict[str, Any] = json.loads((self.directory / "run" / "site" / "state.json").read_text())
         return body
 
-    def assert_nothing_left(self, ran: Ran) -> None:
-        """No process of the boot lives, no device byte is held, no lock is held, no socket or record is left."""
+    def assert_nothing_left(self, ran: Ran, foreign: Mapping[int, int] = MappingProxyType({})) -> None:
+        """No process of the boot lives, no device byte is held, no lock is held, no socket or record is left.
+
+        But for ``foreign`` bytes by device.
+        """
         assert [pid for pid in ran.pids if not is_gone(pid)] == []
         for info in self.devices().values():
-            assert (info.free_bytes, info.processes) == (info.total_bytes, ())
+            assert (info.free_bytes, info.processes) == (info.total_bytes - foreign.get(info.index, 0), ())
             assert holders(self.directory / "locks", info.uuid) == ()
         assert {path.suffix for path in (self.directory / "locks").iterdir()} <= {".gate", ".data"}
         assert not (self.directory / "run" / "site" / "control.sock").exists()

@@ -2,6 +2,9 @@
 
 ``options: {fault: "PHASE:KIND"}`` makes the stage misbehave in that phase, in its own process. With ``options: {hold:
 FIFO}`` it waits in ``read_weights`` until a byte can be read from the FIFO, so that tests can act while it boots.
+With ``hidden`` the driver tells this stage nothing about processes. ``intruder`` names a file of lines ``PHASE BYTES``:
+when its turn comes, somebody else holds so much of the device from that phase on. ``surprise_mib``: the smallest graph
+takes so much more than the trial captures let expect.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ import torch
 
 from stagelaunch.core.ledger import KVLayout
 from stagelaunch.devices.base import Device, Graph
+from stagelaunch.devices.simfile import SimulatedFile
 from stagelaunch.devices.simulated import SimulatedDevice
 from stagelaunch.engines.base import EngineSpec, ProbeResult, Progress
 
@@ -61,6 +65,13 @@ def misbehave(kind: str) -> None:
             raise AssertionError(f"unknown kind of fault: {kind}")
 
 
+def hold_as_a_stranger(device: Device, size_bytes: int) -> None:
+    assert isinstance(device, SimulatedDevice)
+    file = SimulatedFile.open(device._machine)
+    file.set_foreign_bytes(device._index, size_bytes)
+    file.close()
+
+
 def leave_a_child_behind() -> None:
     """Die with a child in the same process group that ignores SIGTERM; its pid is said in the stage's log."""
     said, say = os.pipe()
@@ -87,13 +98,37 @@ class LightEngine:
         self._kv: torch.Tensor | None = None
 
     def _maybe(self, phase: str) -> None:
+        self._maybe_intrude(phase)
         if phase == self._fault_phase:
             misbehave(self._fault_kind)
 
+    def _maybe_intrude(self, phase: str) -> None:
+        path = self._spec.options.get("intruder")
+        if path is None:
+            return
+        first, _, rest = Path(path).read_text().partition("\n")
+        if first.startswith(f"{phase} "):
+            Path(path).write_text(rest)
+            hold_as_a_stranger(self._device, int(first.split()[1]))
+
     def import_libraries(self) -> None:
         self._maybe("import")
+        if "hidden" in self._spec.options:
+            SimulatedDevice.process_table = lambda _: None  # type: ignore[method-assign]
+        if self._spec.options.get("intruder"):
+            self._intrude_on_context()
         if self._fault_phase == "context":
             SimulatedDevice.create_context = lambda _: misbehave(self._fault_kind)  # type: ignore[method-assign]
+
+    def _intrude_on_context(self) -> None:
+        create, engine = SimulatedDevice.create_context, self
+
+        def create_disturbed(device: SimulatedDevice) -> None:
+            create(device)
+            engine._device = device
+            engine._maybe_intrude("context")
+
+        SimulatedDevice.create_context = create_disturbed  # type: ignore[method-assign]
 
     def allocate_weights(self, device: Device) -> None:
         self._device = device
@@ -151,6 +186,9 @@ class LightEngine:
         self._graphs[size] = self._device.capture(self._step, (inputs,), self._pool)
 
     def _step(self, hidden: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        surprise_mib = int(self._spec.options.get("surprise_mib", "0"))
+        if surprise_mib and len(hidden) == min(self._spec.capture_sizes):
+            hidden = hidden + torch.ones(surprise_mib << 10, HIDDEN).mean(0)
         return (torch.tanh(hidden @ self._weight),)
 
     def release_graphs(self) -> None:

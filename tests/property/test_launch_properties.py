@@ -20,6 +20,7 @@ from stagelaunch.core.launch import (
     Order,
     StageEnded,
     StageFailed,
+    StageNeedsRetry,
     StageReady,
     StageState,
     StartStage,
@@ -35,7 +36,20 @@ from stagelaunch.core.launch import (
 STAGES = range(6)
 ORDER_OF_STATES = {
     StageState.PENDING: {StageState.STARTING, StageState.SKIPPED},
-    StageState.STARTING: {StageState.READY, StageState.FAILED, StageState.ENDED, StageState.STOPPING},
+    StageState.STARTING: {
+        StageState.READY,
+        StageState.FAILED,
+        StageState.ENDED,
+        StageState.STOPPING,
+        StageState.RETRYING,
+    },
+    StageState.RETRYING: {
+        StageState.PENDING,
+        StageState.STARTING,
+        StageState.FAILED,
+        StageState.ENDED,
+        StageState.STOPPING,
+    },
     StageState.READY: {StageState.FAILED, StageState.ENDED, StageState.STOPPING},
     StageState.FAILED: {StageState.ENDED, StageState.STOPPING},
     StageState.STOPPING: {StageState.ENDED, StageState.ABANDONED},
@@ -57,7 +71,9 @@ def policies(draw):
 
 
 ACTIONS = st.tuples(
-    st.sampled_from(["ready", "ready", "ready", "failed", "ended", "ended badly", "stop", "deadline", "time"]),
+    st.sampled_from(
+        ["ready", "ready", "ready", "failed", "retry", "retry", "ended", "ended badly", "stop", "deadline", "time"]
+    ),
     st.sampled_from(STAGES),
     st.sampled_from([0, 0, 0.5, 1, 3]),
 )
@@ -68,6 +84,7 @@ def event_of(what, stage, at_s):
     return {
         "ready": StageReady(stage, at_s),
         "failed": StageFailed(stage, failure, at_s),
+        "retry": StageNeedsRetry(stage, failure, at_s),
         "ended": StageEnded(stage, None, at_s),
         "ended badly": StageEnded(stage, failure, at_s),
         "stop": StopRequested(at_s, at_s),
@@ -129,17 +146,19 @@ class Watched:
             states = [self.state.stages[stage] for stage in group]
             running += any(s is not StageState.PENDING for s in states) and set(states) != {StageState.READY}
             if self.policy.order is Order.SERIAL:
-                assert states.count(StageState.STARTING) <= 1
+                assert states.count(StageState.STARTING) + states.count(StageState.RETRYING) <= 1
                 begun = [s is not StageState.PENDING for s in states]
                 assert begun == sorted(begun, reverse=True), "by id"
         limit = self.policy.max_running_groups
         assert limit is None or running <= limit
         # Progress: unless all is ready, something is starting.
-        assert self.state.is_ready or StageState.STARTING in self.state.stages.values()
+        assert self.state.is_ready or self.state.ids({StageState.STARTING, StageState.RETRYING})
 
     def _check_ladder(self):
         counts = Counter(command for command in self.commands if not isinstance(command, WakeAt))
-        assert all(count == 1 for count in counts.values()), "every command is given once"
+        for command, count in counts.items():
+            tries = 1 + (getattr(command, "stage_id", None) in self.state.retried)
+            assert count <= tries, "every command is given once, to each of at most two tries"
         assert sum(isinstance(command, Finished) for command in self.commands) == self.state.is_finished
         for place, command in enumerate(self.commands):
             if isinstance(command, KillStage):
@@ -162,7 +181,7 @@ class Watched:
             self.send(TimePassed(self.now_s))
         if self.policy.on_failure is OnFailure.DRAIN:
             # A thread that is starting ends first; that is what lets the ready ones be asked.
-            for wanted in (StageState.STARTING, StageState.FAILED, StageState.STOPPING):
+            for wanted in (StageState.STARTING, StageState.RETRYING, StageState.FAILED, StageState.STOPPING):
                 for stage in self.state.ids({wanted}):
                     self.send(StageEnded(stage, None, self.now_s))
 

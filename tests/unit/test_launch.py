@@ -17,6 +17,7 @@ from stagelaunch.core.launch import (
     Order,
     StageEnded,
     StageFailed,
+    StageNeedsRetry,
     StageReady,
     StageState,
     StartStage,
@@ -277,3 +278,48 @@ def test_a_ladder_that_descends_is_refused(ladder):
 def test_a_policy_that_makes_no_sense_is_refused(groups, at_most):
     with pytest.raises(ValueError, match="cannot launch"):
         LaunchPolicy(groups, Order.SERIAL, at_most, OnFailure.STOP)
+
+
+def retry(stage, at_s=0.0):
+    return StageNeedsRetry(stage, oom(stage, at_s), at_s)
+
+
+def test_a_stage_that_needs_it_is_started_once_more_when_its_process_is_gone():
+    state, heard = play(policy(), Begin(0), retry(1), StageEnded(1, None, 1), StageReady(1, 2))
+    assert heard[1:] == [[TerminateStage(1), KillStage(1)], [StartStage(1)], []]
+    assert state.first_failure is None
+    assert state.stages == {0: StageState.STARTING, 1: StageState.READY, 2: StageState.STARTING}
+
+
+def test_the_second_time_it_is_a_failure():
+    state, heard = play(policy(), Begin(0), retry(1), StageEnded(1, None, 1), retry(1, 2.0))
+    assert state.first_failure == oom(1, 2.0)
+    assert TerminateStage(0) in heard[-1]
+    assert StartStage(1) not in heard[-1]
+
+
+def test_in_serial_order_the_next_waits_for_the_second_try():
+    events = [Begin(0), StageReady(0, 0), retry(1), StageEnded(1, None, 1), StageReady(1, 2)]
+    _, heard = play(policy(Order.SERIAL), *events)
+    assert heard[2:] == [[TerminateStage(1), KillStage(1)], [StartStage(1)], [StartStage(2)]]
+
+
+def test_a_ready_stage_gets_no_second_try():
+    state, _ = play(policy(), *ALL_READY, retry(1))
+    assert state.first_failure == oom(1)
+
+
+@pytest.mark.parametrize("trouble", [StageFailed(0, oom(0), 1), StopRequested("enough", 1)])
+def test_nothing_is_started_again_once_the_launch_stops(trouble):
+    state, heard = play(policy(), Begin(0), retry(1), trouble, StageEnded(1, None, 2))
+    assert TerminateStage(1) in heard[2]
+    assert heard[3] == []
+    assert state.stages[1] is StageState.ENDED
+
+
+def test_between_its_two_tries_a_stage_waits_for_its_turn_and_has_ended_if_that_never_comes():
+    limited = policy(groups=((0,), (1,)), at_most=1)
+    events = [Begin(0), retry(0), StageEnded(0, None, 1), StageFailed(0, oom(0), 2), StageEnded(0, None, 3)]
+    _, heard = play(limited, *events)
+    assert result_of(heard[-1]).skipped == (1,)
+    assert result_of(heard[-1]).ended == (0,)

@@ -2,23 +2,38 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from stagelaunch.core.errors import BudgetTooSmallError
-from stagelaunch.core.ledger import KVLayout, Ledger, Source, Term, close_ledger, estimate_graphs, margin_bytes
+from stagelaunch.core.ledger import (
+    KVLayout,
+    Ledger,
+    Source,
+    Term,
+    close_ledger,
+    correction_bytes,
+    estimate_graphs,
+    margin_bytes,
+    smallest_budget,
+    smallest_utilization,
+)
 from stagelaunch.core.units import GIB, MIB
 
 THINKER = KVLayout(num_layers=48, num_kv_heads=4, head_dim=128, dtype_bytes=2, block_size=16)
 TALKER = KVLayout(num_layers=20, num_kv_heads=2, head_dim=128, dtype_bytes=2, block_size=16)
 
 
-def ledger(budget: int, *, weights: int = 0, layout: KVLayout | None = THINKER, max_model_len: int = 16) -> Ledger:
+def ledger(
+    budget: int, *, weights: int = 0, layout: KVLayout | None = THINKER, max_model_len: int = 16, total: int = 80 * GIB
+) -> Ledger:
     def term(size: int) -> Term:
         return Term(size, Source.MEASURED)
 
     return close_ledger(
-        budget=term(budget), context=term(0), weights=term(weights), activations=term(0), non_torch=term(0),
-        graphs=term(0), layout=layout, max_model_len=max_model_len,
+        budget=term(budget), total_bytes=total, context=term(0), weights=term(weights), activations=term(0),
+        non_torch=term(0), graphs=term(0), layout=layout, max_model_len=max_model_len,
     )  # fmt: skip
 
 
@@ -49,14 +64,14 @@ def test_one_request_and_the_null_block_must_fit_exactly() -> None:
 
 def test_a_longer_request_needs_more() -> None:
     budget = 150 * MIB + 2 * THINKER.block_bytes
-    with pytest.raises(BudgetTooSmallError, match="one request of 17 tokens"):
+    with pytest.raises(BudgetTooSmallError, match=r"one request of 17 tokens \(3 blocks\)"):
         ledger(budget, max_model_len=17)
 
 
 def test_a_stage_without_kv_needs_only_its_terms() -> None:
     made = ledger(150 * MIB, layout=None)
     assert (made.num_blocks, made.kv.size_bytes, made.unspent_bytes) == (0, 0, 0)
-    with pytest.raises(BudgetTooSmallError, match="needs no KV cache"):
+    with pytest.raises(BudgetTooSmallError, match="everything but the KV cache must fit; give"):
         ledger(150 * MIB, weights=1, layout=None)
 
 
@@ -80,3 +95,63 @@ def test_margin_is_the_larger_of_both_rules() -> None:
 )
 def test_graph_estimate(trials: list[int], num_sizes: int, estimate: int) -> None:
     assert estimate_graphs(trials, num_sizes) == estimate
+
+
+def test_what_would_do_is_said_exactly() -> None:
+    # 40 GiB of weights, 3 blocks needed, 2 fit: the budget's own margin (0.5 %) grows with it.
+    total, weights, wanted = 80 * GIB, 40 * GIB, 3 * THINKER.block_bytes
+    enough = smallest_budget(weights + wanted)
+    made = ledger(enough, weights=weights, max_model_len=32, total=total)
+    assert made.num_blocks == 3
+    with pytest.raises(BudgetTooSmallError) as caught:
+        ledger(enough - 1, weights=weights, max_model_len=32, total=total)
+    said = str(caught.value)
+    share = smallest_utilization(enough, total)
+    assert (
+        f"at least {enough} bytes ({enough / GIB:.2f} GiB, utilization {share}), or a max_model_len of at most 16"
+        in said
+    )
+    assert "weights 40.00 GiB" in said
+    assert int(share * total) >= enough > int((share - 0.0001) * total)
+    assert ledger(enough - 1, weights=weights, max_model_len=16, total=total).num_blocks == 2
+
+
+def test_a_budget_no_device_has_is_not_given_as_a_share() -> None:
+    with pytest.raises(BudgetTooSmallError, match="more than the device has") as caught:
+        ledger(GIB, weights=2 * GIB, total=GIB)
+    assert "utilization" not in str(caught.value)
+    assert "max_model_len of" not in str(caught.value)
+
+
+@pytest.mark.parametrize("needed", [0, 1, 150 * MIB, 29_850 * MIB - 1, 29_850 * MIB, 29_850 * MIB + 1, 70 * GIB + 7])
+def test_the_smallest_budget_is_the_smallest(needed: int) -> None:
+    budget = smallest_budget(needed)
+    assert budget - margin_bytes(budget) >= needed
+    assert budget - 1 - margin_bytes(budget - 1) < needed
+
+
+def test_a_correction_is_five_percent_more_than_the_overshoot() -> None:
+    assert [correction_bytes(size) for size in (0, 1, 20, 21, 100 * MIB)] == [0, 2, 21, 23, 105 * MIB]
+
+
+@pytest.mark.parametrize(
+    ("graphs", "held", "over"),
+    [
+        (0, None, 0),
+        (150 * MIB, None, 0),
+        (151 * MIB, None, MIB),
+        (0, GIB, 0),
+        (0, GIB + 5, 5),
+        (151 * MIB, GIB + 5, MIB),
+    ],
+)
+def test_overshoot_is_by_the_terms_or_by_the_drivers_figure(graphs: int, held: int | None, over: int) -> None:
+    made = ledger(GIB, layout=None, weights=GIB - 150 * MIB)
+    made = replace(made, graphs=Term(graphs, Source.MEASURED), held_bytes=held)
+    assert made.overshoot_bytes == over
+
+
+def test_a_term_has_its_lower_and_upper_reading() -> None:
+    assert (Term(5, Source.RULE).low_bytes, Term(5, Source.RULE).high_bytes) == (5, 5)
+    assert (Term(5, Source.RULE, 7).low_bytes, Term(5, Source.RULE, 3).low_bytes) == (5, 3)
+    assert (Term(5, Source.RULE, 7).high_bytes, Term(5, Source.RULE, 3).high_bytes) == (7, 5)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,8 +15,8 @@ from stagelaunch.core.ledger import Ledger, Source, Term
 from stagelaunch.core.phases import LockMode, Phase
 from stagelaunch.core.run_spec import StageRun, run_from_json, runs_to_json
 
-TERM = Term(7, Source.MEASURED)
-LEDGER = Ledger(TERM, TERM, TERM, TERM, TERM, TERM, TERM, TERM, 5, 3)
+TERM, TWO = Term(7, Source.MEASURED), Term(7, Source.OWN_PID, 6)
+LEDGER = Ledger(TERM, TWO, TERM, TERM, TWO, TERM, TERM, TERM, 5, 3, 4, held_bytes=9)
 MESSAGES: tuple[m.Message, ...] = (
     m.PhaseBegan(Phase.LOAD, 1.5),
     m.LockWaits(Phase.LOAD, LockMode.SHARED, ("pid 1", "pid 2"), 1.5),
@@ -23,8 +24,10 @@ MESSAGES: tuple[m.Message, ...] = (
     m.PhaseEnded(Phase.LOAD, 3.0, 0.5),
     m.Progress(Phase.LOAD, 1, 2, "bytes", 2.5),
     m.LedgerKnown(LEDGER, True),
+    m.LedgerKnown(replace(LEDGER, held_bytes=None), False),
     m.Ready(4.0),
     m.Failed(Phase.LOAD, "OSError", "no \u00fc\n", "Traceback", 1, 5.0),
+    m.Failed(Phase.CAPTURE, "BudgetOvershootError", "over", "Traceback", 1, 5.0, retry=True, overshoot_bytes=7),
     m.Probed(3, 1, True, 0.0, (1, 2), 0.1),
     m.Probed(3, 0, False, float("inf"), (), 0.1, error="gone"),
     m.Probe(3),

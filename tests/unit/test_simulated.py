@@ -44,8 +44,8 @@ def outside(machine):
     file.close()
 
 
-def stats(allocated: int, reserved: int, peak: int) -> MemoryStats:
-    return MemoryStats(allocated, reserved, peak)
+def stats(allocated: int, reserved: int, peak_allocated: int, peak: int) -> MemoryStats:
+    return MemoryStats(allocated, reserved, peak_allocated, peak)
 
 
 def test_the_factory_opens_by_uuid(machine):
@@ -86,16 +86,16 @@ def test_a_context_without_room_is_out_of_memory(machine, outside):
 
 def test_bytes_are_exact_and_segments_whole(device):
     a = device.empty((3,), torch.uint8)
-    assert device.memory() == stats(3, SEGMENT, SEGMENT)
+    assert device.memory() == stats(3, SEGMENT, 3, SEGMENT)
     b = device.empty((SEGMENT - 3,), torch.uint8)
-    assert device.memory() == stats(SEGMENT, SEGMENT, SEGMENT)
+    assert device.memory() == stats(SEGMENT, SEGMENT, SEGMENT, SEGMENT)
     c = device.empty((1,), torch.bfloat16)
-    assert device.memory() == stats(SEGMENT + 2, 2 * SEGMENT, 2 * SEGMENT)
+    assert device.memory() == stats(SEGMENT + 2, 2 * SEGMENT, SEGMENT + 2, 2 * SEGMENT)
     assert device.process_bytes() == CONTEXT + 2 * SEGMENT
     del b
-    assert device.memory() == stats(5, 2 * SEGMENT, 2 * SEGMENT)
+    assert device.memory() == stats(5, 2 * SEGMENT, SEGMENT + 2, 2 * SEGMENT)
     device.empty_cache()
-    assert device.memory() == stats(5, SEGMENT, 2 * SEGMENT)
+    assert device.memory() == stats(5, SEGMENT, SEGMENT + 2, 2 * SEGMENT)
     assert device.process_bytes() == CONTEXT + SEGMENT
     del a, c
     device.empty_cache()
