@@ -14,6 +14,7 @@ from pydantic_core import PydanticCustomError
 
 from stagelaunch.core.config_fields import (
     AT_LEAST_ONE,
+    Budget,
     Count,
     Duration,
     Engine,
@@ -21,10 +22,10 @@ from stagelaunch.core.config_fields import (
     EnvValue,
     Graphs,
     Index,
+    KVWeight,
     MachineDevices,
     Rate,
     Size,
-    SizeAboveZero,
     Slug,
     StageDevices,
     Text,
@@ -105,8 +106,11 @@ class Stage(BaseModel):
     """Settings the engine alone understands, texts by name."""
     utilization: Utilization | None = None
     """Budget as a fraction of the device's total memory, all-inclusive. Exactly one of utilization and budget."""
-    budget_bytes: SizeAboveZero | None = Field(default=None, alias="budget")
-    """Budget as a size like ``20GiB`` on each of its devices, all-inclusive. Exactly one of utilization and budget."""
+    budget: Budget | None = None
+    """Budget as a size like ``20GiB`` on each of its devices, all-inclusive; or ``auto``: what the stage needs by
+    forecast and, for one with KV cache, its share of what is left. Exactly one of utilization and budget."""
+    kv_weight: KVWeight | None = None
+    """With ``budget: auto``: its share of what is left of the device, relative to other auto stages; left out: 1."""
     max_num_seqs: Count
     """Largest number of requests in one step."""
     max_num_batched_tokens: Count
@@ -128,10 +132,10 @@ class Stage(BaseModel):
         return self
 
     @property
-    def demand(self) -> float | int:
-        """The budget as written: a fraction of the total (float) or bytes (int)."""
-        if self.budget_bytes is not None:
-            return self.budget_bytes
+    def demand(self) -> float | int | None:
+        """The budget as written: a fraction of the total (float) or bytes (int); None where it is to be worked out."""
+        if self.budget is not None:
+            return self.budget if isinstance(self.budget, int) else None
         assert self.utilization is not None  # _fields_agree: exactly one of the two
         return float(self.utilization)
 

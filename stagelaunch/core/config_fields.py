@@ -19,7 +19,7 @@ from pydantic import (
     WithJsonSchema,
 )
 
-from stagelaunch.core.config_rules import ENGINE_QWEN3_OMNI
+from stagelaunch.core.config_rules import AUTO, ENGINE_QWEN3_OMNI
 from stagelaunch.core.units import parse_duration, parse_size
 
 _INT_MAX = 2**31 - 1
@@ -51,6 +51,10 @@ def _size_above_zero(value: object) -> int:
     if size_bytes == 0:
         raise ValueError(f"{_shown(value)} is not above zero")
     return size_bytes
+
+
+def _budget(value: object) -> int | str:
+    return AUTO if value == AUTO else _size_above_zero(value)
 
 
 def _duration(value: object) -> float:
@@ -184,6 +188,7 @@ _SIZE_SCHEMA = {
     ],
     "examples": ["20GiB", "512MiB"],
 }
+_BUDGET_SCHEMA = {"anyOf": [{"const": AUTO}, _SIZE_SCHEMA], "examples": ["20GiB", AUTO]}
 _DURATION_SCHEMA = {"type": "string", "pattern": r"^\s*\d+(\.\d+)?\s*(ms|s|m|h)\s*$", "examples": ["15s", "1.5m"]}
 _RATE_SCHEMA = {"type": ["string", "null"], "pattern": r"/s$", "examples": ["2GiB/s"]}
 _GRAPHS_SCHEMA = {
@@ -199,6 +204,8 @@ _bytes_per_s = PlainSerializer(lambda value: None if value is None else f"{int(v
 
 Size = Annotated[int, BeforeValidator(_size), WithJsonSchema(_SIZE_SCHEMA)]
 SizeAboveZero = Annotated[int, BeforeValidator(_size_above_zero), WithJsonSchema(_SIZE_SCHEMA)]
+Budget = Annotated[int | Literal["auto"], BeforeValidator(_budget), WithJsonSchema(_BUDGET_SCHEMA)]
+KVWeight = Annotated[float, Field(gt=0, le=1_000_000, allow_inf_nan=False)]
 Duration = Annotated[float, BeforeValidator(_duration), WithJsonSchema(_DURATION_SCHEMA), _seconds]
 Rate = Annotated[float | None, PlainValidator(_rate), WithJsonSchema(_RATE_SCHEMA), _bytes_per_s]
 Text = Annotated[StrictStr, AfterValidator(_text)]

@@ -14,6 +14,7 @@ from stagelaunch.core.units import parse_duration
 
 Loc = tuple[str | int, ...]
 ENGINE_QWEN3_OMNI = "qwen3-omni"
+AUTO = "auto"
 COMPONENTS = ("thinker", "talker", "code2wav")
 _TIMEOUT_DEFAULTS = {"phase": "300s", "stage": "600s", "boot": "900s", "lock": "300s"}
 _NESTED_TIMEOUTS = (("phase", "stage"), ("stage", "boot"), ("lock", "stage"))
@@ -69,7 +70,7 @@ def in_stage(raw: Any) -> tuple[Conflict, ...]:
     """One budget, tokens enough for the sequences, graphs no larger than a step, a component the engine has."""
     if not isinstance(raw, Mapping):
         return ()
-    return (*_one_budget(raw), *_tokens(raw), *_graphs(raw), *_component(raw))
+    return (*_one_budget(raw), *_auto(raw), *_tokens(raw), *_graphs(raw), *_component(raw))
 
 
 def in_whole(raw: Any) -> tuple[Conflict, ...]:
@@ -108,7 +109,20 @@ def _one_budget(raw: Mapping[Any, Any]) -> tuple[Conflict, ...]:
     if len(given) == 2:
         return (Conflict(("budget",), "utilization and budget are both given; keep one"),)
     if not given:
-        return (Conflict(("utilization",), "is missing; give a utilization like 0.9 or a budget like 20GiB"),)
+        text = "is missing; give a utilization like 0.9, a budget like 20GiB, or budget: auto"
+        return (Conflict(("utilization",), text),)
+    return ()
+
+
+def _auto(raw: Mapping[Any, Any]) -> tuple[Conflict, ...]:
+    """A budget worked out from the rest of the device: of one device, and with a weight only there."""
+    devices = raw.get("devices")
+    if raw.get("budget") != AUTO:
+        if raw.get("kv_weight") is None:
+            return ()
+        return (Conflict(("kv_weight",), "goes with budget: auto only; take it out, or let the budget be auto"),)
+    if isinstance(devices, list | tuple) and len(devices) > 1:
+        return (Conflict(("budget",), "auto is worked out for a stage on one device; give a utilization or a size"),)
     return ()
 
 

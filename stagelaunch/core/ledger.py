@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from enum import StrEnum
 from statistics import median
 
-from stagelaunch.core.errors import BudgetTooSmallError
 from stagelaunch.core.units import MIB, format_size
 
 _MARGIN_BYTES, _MARGIN_SHARE = 150 * MIB, 200
@@ -23,6 +22,8 @@ class Source(StrEnum):
 
     CONFIG_UTILIZATION = "utilization x device total"
     CONFIG_BUDGET = "absolute budget"
+    AUTO_BUDGET = "automatic budget"
+    CONFIG = "config"
     OWN_PID = "driver's figure of this pid"
     HOST_PID = "driver's figure of this process's pid outside the container"
     NEW_PID = "driver's figure of the pid that appeared with the context"
@@ -32,6 +33,8 @@ class Source(StrEnum):
     ESTIMATE = "estimated from trial captures"
     CORRECTED = "estimated, and corrected by what an earlier capture took"
     MEASURED = "measured"
+    FORECAST = "forecast from the checkpoint"
+    ASSUMED = "assumed"
     RULE = "rule"
     NONE = "not used by this stage"
 
@@ -156,37 +159,39 @@ def estimate_graphs(trial_bytes: Sequence[int], num_sizes: int) -> int:
     return max(sum(trial_bytes) + each * (num_sizes - len(trial_bytes)), 0)
 
 
-def close_ledger(
+def fill_ledger(
     *,
     budget: Term,
-    total_bytes: int,
     context: Term,
     weights: Term,
     activations: Term,
     non_torch: Term,
     graphs: Term,
     layout: KVLayout | None,
-    max_model_len: int,
 ) -> Ledger:
-    """The ledger with its KV term: as many whole blocks as the budget leaves. ``total_bytes`` is the device's.
-
-    Raises BudgetTooSmallError when the terms alone exceed the budget, or when what is left cannot hold one request of
-    ``max_model_len`` tokens and the null block; the text says the smallest budget and the longest request that would
-    do.
-    """
+    """The ledger with its KV term: as many whole blocks as the budget leaves, enough or not."""
     margin = Term(margin_bytes(budget.size_bytes), Source.RULE)
-    spent = sum(t.size_bytes for t in (context, weights, activations, non_torch, graphs))
-    left = budget.size_bytes - margin.size_bytes - spent
-    needed = 0 if layout is None else layout.blocks_for(max_model_len) * layout.block_bytes
-    num_blocks = 0 if layout is None else max(left, 0) // layout.block_bytes
+    spent = sum(t.size_bytes for t in (context, weights, activations, non_torch, graphs, margin))
     block_bytes = 0 if layout is None else layout.block_bytes
+    num_blocks = max(budget.size_bytes - spent, 0) // block_bytes if block_bytes else 0
     kv = Term(num_blocks * block_bytes, Source.NONE if layout is None else Source.RULE)
-    made = Ledger(
+    return Ledger(
         budget, context, weights, activations, non_torch, graphs, margin, kv, num_blocks, block_bytes, graphs.size_bytes
     )
-    if left < needed:
-        raise BudgetTooSmallError(_too_small(made, spent + needed, layout, max_model_len, total_bytes))
-    return made
+
+
+def shortage(ledger: Ledger, layout: KVLayout | None, max_model_len: int, total_bytes: int) -> str | None:
+    """Why the budget is too small, and what would do; None for one that is not.
+
+    The terms must fit, and beside them one request of ``max_model_len`` tokens and the null block. ``total_bytes`` is
+    the device's, to give the smallest budget as a utilization as well.
+    """
+    needed = 0 if layout is None else layout.blocks_for(max_model_len) * layout.block_bytes
+    short_bytes = needed - ledger.kv.size_bytes - ledger.unspent_bytes
+    if short_bytes <= 0:
+        return None
+    spent = ledger.used_bytes - ledger.kv.size_bytes
+    return _too_small(ledger, spent + needed, layout, max_model_len, total_bytes)
 
 
 def figures(ledger: Ledger) -> str:
@@ -197,7 +202,7 @@ def figures(ledger: Ledger) -> str:
 def _too_small(ledger: Ledger, needed_bytes: int, layout: KVLayout | None, max_model_len: int, total_bytes: int) -> str:
     wanted = "" if layout is None else f" and {_request(layout, max_model_len)}"
     return (
-        f"cannot size the stage in its budget ({figures(ledger)}): everything but the KV cache{wanted} must fit; "
+        f"the stage does not fit its budget ({figures(ledger)}): everything but the KV cache{wanted} must fit; "
         f"{_budget_advice(smallest_budget(needed_bytes), total_bytes)}{_length_advice(ledger, layout)}"
     )
 

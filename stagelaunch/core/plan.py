@@ -19,6 +19,7 @@ from stagelaunch.core.admission import (
     free_check,
     free_verdicts,
 )
+from stagelaunch.core.budgets import Budgets, Forecasts, context_term, plan_budgets
 from stagelaunch.core.config import Deployment, Stage
 from stagelaunch.core.errors import DoesNotFitNowError, FindingsError, NeverFitsError, NoDeviceError
 from stagelaunch.core.groups import init_groups
@@ -65,6 +66,8 @@ class Plan:
     groups: tuple[tuple[int, ...], ...]
     stages: tuple[StagePlan, ...]
     devices: tuple[DevicePlan, ...]
+    unplanned: tuple[str, ...]
+    """One finding per stage whose budget cannot be worked out."""
     missing: tuple[str, ...]
     """One finding per device that is not there."""
     over_full: tuple[str, ...]
@@ -75,7 +78,7 @@ class Plan:
     @property
     def findings(self) -> tuple[str, ...]:
         """Everything that speaks against a boot."""
-        return self.missing + self.over_full + self.not_now
+        return self.unplanned + self.missing + self.over_full + self.not_now
 
     @property
     def fits(self) -> bool:
@@ -88,6 +91,7 @@ def make_plan(
     device_totals: Mapping[int, int],
     weights_bytes: Mapping[int, int] | None = None,
     *,
+    budgets: Budgets | None = None,
     free_bytes: Mapping[int, int] | None = None,
     holders: Mapping[int, Collection[Holder]] | None = None,
 ) -> Plan:
@@ -96,7 +100,12 @@ def make_plan(
     ``weights_bytes`` by stage id, as far as known. With ``free_bytes`` the plan also says what fits now; it must then
     have every device that has a total (KeyError).
     """
-    asks = {stage.id: (stage.devices, stage.demand) for stage in deployment.stages}
+    budgets = budgets or plan_budgets(deployment, device_totals, Forecasts(context_term(None)))
+    asks = {
+        stage.id: (stage.devices, budgets.by_stage[stage.id])
+        for stage in deployment.stages
+        if stage.id in budgets.by_stage
+    }
     verdicts = device_verdicts(asks, device_totals, deployment.reserve_bytes)
     known = [verdict for verdict in verdicts if verdict.total_bytes is not None]
     fitting = [verdict for verdict in known if verdict.fits]
@@ -110,6 +119,7 @@ def make_plan(
         stages=tuple(_stage_plan(stage, weights_bytes or {}) for stage in deployment.stages),
         devices=_device_plans(verdicts, free_bytes, holders or {}),
         missing=tuple(findings[verdict.device] for verdict in verdicts if verdict.total_bytes is None),
+        unplanned=budgets.findings,
         over_full=(*over_full, *_too_heavy(deployment.stages, verdicts, weights_bytes or {})),
         # Only of devices that could do: the others have their finding already.
         not_now=tuple(free_check(fitting, free_bytes, holders or {})) if free_bytes is not None else (),
@@ -117,13 +127,17 @@ def make_plan(
 
 
 def make_plan_now(
-    deployment: Deployment, devices: Collection[DeviceInfo], weights_bytes: Mapping[int, int] | None = None
+    deployment: Deployment,
+    devices: Collection[DeviceInfo],
+    weights_bytes: Mapping[int, int] | None = None,
+    budgets: Budgets | None = None,
 ) -> Plan:
     """The plan of a deployment on the devices of this machine as they are now, free memory and holders included."""
     return make_plan(
         deployment,
         {info.index: info.total_bytes for info in devices},
         weights_bytes,
+        budgets=budgets,
         free_bytes={info.index: info.free_bytes for info in devices},
         holders={
             info.index: [Holder(process.pid, process.size_bytes, name=process.name) for process in info.processes]
@@ -137,7 +151,7 @@ def refusal(plan: Plan) -> FindingsError | None:
 
     What can never fit weighs most, for no waiting and no other machine helps; then a device that is not there.
     """
-    if plan.over_full:
+    if plan.over_full or plan.unplanned:
         return NeverFitsError(plan.findings)
     if plan.missing:
         return NoDeviceError(plan.findings)

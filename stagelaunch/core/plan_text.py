@@ -89,6 +89,8 @@ def _size(size_bytes: int | None) -> str:
 
 
 def _verdict(plan: Plan) -> str:
+    if plan.unplanned:
+        return f"no budget for {_count(len(plan.unplanned), 'stage')}"
     if plan.over_full:
         return f"can never fit ({_count(len(plan.over_full), 'finding')})"
     if plan.missing:

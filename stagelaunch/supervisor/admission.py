@@ -103,7 +103,7 @@ def _stage_run(
         model_dir=loaded.model_dir,
         dtype=stage.dtype,
         utilization=stage.utilization,
-        budget_bytes=stage.budget_bytes,
+        budget_bytes=stage.budget if isinstance(stage.budget, int) else None,
         max_num_seqs=stage.max_num_seqs,
         max_num_batched_tokens=stage.max_num_batched_tokens,
         max_model_len=stage.max_model_len,

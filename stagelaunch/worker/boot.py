@@ -13,8 +13,8 @@ from dataclasses import replace
 import torch
 
 from stagelaunch.core.attribution import VERIFY_BYTES
-from stagelaunch.core.errors import BudgetOvershootError, StageError
-from stagelaunch.core.ledger import Ledger, Source, Term, close_ledger, estimate_graphs, figures
+from stagelaunch.core.errors import BudgetOvershootError, BudgetTooSmallError, StageError
+from stagelaunch.core.ledger import KVLayout, Ledger, Source, Term, estimate_graphs, figures, fill_ledger, shortage
 from stagelaunch.core.phases import LockMode, Phase
 from stagelaunch.core.run_spec import StageRun
 from stagelaunch.core.units import format_size
@@ -75,17 +75,17 @@ class Boot:
         with reporter.phase(Phase.PROFILE), self._lock(LockMode.EXCLUSIVE):
             weights, activations, non_torch, graphs = self._profile()
         with reporter.phase(Phase.SIZE):
-            ledger = close_ledger(
+            layout = self._engine.kv_layout
+            ledger = fill_ledger(
                 budget=self._budget(),
-                total_bytes=self._device.total_bytes(),
                 context=context,
                 weights=weights,
                 activations=activations,
                 non_torch=non_torch,
                 graphs=graphs,
-                layout=self._engine.kv_layout,
-                max_model_len=self._run.max_model_len,
+                layout=layout,
             )
+            self._check_size(ledger, layout)
             reporter.ledger(ledger, final=False)
         with reporter.phase(Phase.ALLOCATE), self._lock(LockMode.EXCLUSIVE):
             ledger = replace(ledger, kv=self._allocate(ledger))
@@ -152,6 +152,11 @@ class Boot:
         if held_before is None or held_after is None:
             return reserved_after - reserved_before
         return held_after - held_before
+
+    def _check_size(self, ledger: Ledger, layout: KVLayout | None) -> None:
+        short = shortage(ledger, layout, self._run.max_model_len, self._device.total_bytes())
+        if short is not None:
+            raise BudgetTooSmallError(f"cannot size the KV cache: {short}")
 
     def _allocate(self, ledger: Ledger) -> Term:
         if ledger.num_blocks == 0:

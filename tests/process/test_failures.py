@@ -95,17 +95,6 @@ def test_the_boot_deadline_names_who_was_waited_for(site: Site) -> None:
     assert "gamma (in phase" in ran.stderr
 
 
-def test_a_budget_that_cannot_hold_one_request_says_which_would_do(site: Site) -> None:
-    site.stages[0]["budget"] = "230MiB"
-    del site.stages[0]["utilization"]
-    site.stages[0]["max_model_len"] = 50_000
-    ran = site.up()
-    site.assert_nothing_left(ran)
-    assert ran.code == 1
-    assert "stage beta failed in phase size" in ran.stderr
-    assert "give it a budget of at least" in ran.stderr
-
-
 def test_weights_larger_than_the_device_are_an_out_of_memory_error(site: Site) -> None:
     site.stages[0]["options"] = {"weights_mib": "2000"}
     ran = site.up()

@@ -6,16 +6,16 @@ from dataclasses import replace
 
 import pytest
 
-from stagelaunch.core.errors import BudgetTooSmallError
 from stagelaunch.core.ledger import (
     KVLayout,
     Ledger,
     Source,
     Term,
-    close_ledger,
     correction_bytes,
     estimate_graphs,
+    fill_ledger,
     margin_bytes,
+    shortage,
     smallest_budget,
     smallest_utilization,
 )
@@ -25,16 +25,24 @@ THINKER = KVLayout(num_layers=48, num_kv_heads=4, head_dim=128, dtype_bytes=2, b
 TALKER = KVLayout(num_layers=20, num_kv_heads=2, head_dim=128, dtype_bytes=2, block_size=16)
 
 
+class TooSmallError(Exception):
+    """The budget does not do; its text is the advice."""
+
+
 def ledger(
     budget: int, *, weights: int = 0, layout: KVLayout | None = THINKER, max_model_len: int = 16, total: int = 80 * GIB
 ) -> Ledger:
     def term(size: int) -> Term:
         return Term(size, Source.MEASURED)
 
-    return close_ledger(
-        budget=term(budget), total_bytes=total, context=term(0), weights=term(weights), activations=term(0),
-        non_torch=term(0), graphs=term(0), layout=layout, max_model_len=max_model_len,
+    made = fill_ledger(
+        budget=term(budget), context=term(0), weights=term(weights), activations=term(0), non_torch=term(0),
+        graphs=term(0), layout=layout,
     )  # fmt: skip
+    short = shortage(made, layout, max_model_len, total)
+    if short is not None:
+        raise TooSmallError(short)
+    return made
 
 
 def test_kv_bytes_per_token_of_the_reference_model() -> None:
@@ -57,21 +65,21 @@ def test_terms_and_kv_fill_the_budget_to_less_than_a_block() -> None:
 def test_one_request_and_the_null_block_must_fit_exactly() -> None:
     budget = 150 * MIB + 2 * THINKER.block_bytes
     assert ledger(budget).num_blocks == 2
-    with pytest.raises(BudgetTooSmallError) as caught:
+    with pytest.raises(TooSmallError) as caught:
         ledger(budget - 1)
     assert f"at least {budget} bytes" in str(caught.value)
 
 
 def test_a_longer_request_needs_more() -> None:
     budget = 150 * MIB + 2 * THINKER.block_bytes
-    with pytest.raises(BudgetTooSmallError, match=r"one request of 17 tokens \(3 blocks\)"):
+    with pytest.raises(TooSmallError, match=r"one request of 17 tokens \(3 blocks\)"):
         ledger(budget, max_model_len=17)
 
 
 def test_a_stage_without_kv_needs_only_its_terms() -> None:
     made = ledger(150 * MIB, layout=None)
     assert (made.num_blocks, made.kv.size_bytes, made.unspent_bytes) == (0, 0, 0)
-    with pytest.raises(BudgetTooSmallError, match="everything but the KV cache must fit; give"):
+    with pytest.raises(TooSmallError, match="everything but the KV cache must fit; give"):
         ledger(150 * MIB, weights=1, layout=None)
 
 
@@ -103,7 +111,7 @@ def test_what_would_do_is_said_exactly() -> None:
     enough = smallest_budget(weights + wanted)
     made = ledger(enough, weights=weights, max_model_len=32, total=total)
     assert made.num_blocks == 3
-    with pytest.raises(BudgetTooSmallError) as caught:
+    with pytest.raises(TooSmallError) as caught:
         ledger(enough - 1, weights=weights, max_model_len=32, total=total)
     said = str(caught.value)
     share = smallest_utilization(enough, total)
@@ -117,7 +125,7 @@ def test_what_would_do_is_said_exactly() -> None:
 
 
 def test_a_budget_no_device_has_is_not_given_as_a_share() -> None:
-    with pytest.raises(BudgetTooSmallError, match="more than the device has") as caught:
+    with pytest.raises(TooSmallError, match="more than the device has") as caught:
         ledger(GIB, weights=2 * GIB, total=GIB)
     assert "utilization" not in str(caught.value)
     assert "max_model_len of" not in str(caught.value)
