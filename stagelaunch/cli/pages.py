@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from stagelaunch.core.table import table
 from stagelaunch.core.units import format_duration, format_size
 
 TERMS = ("budget", "context", "weights", "activations", "non_torch", "graphs", "margin", "kv")
@@ -28,7 +29,7 @@ def _stages(stages: list[dict[str, Any]]) -> str:
             (stage["name"], str(stage["pid"] or "-"), str(stage["device"]), stage["phase"] or "not started", elapsed,
              _progress(stage))
         )  # fmt: skip
-    return table(rows, right=(1, 2, 4))
+    return _page(rows, right=(1, 2, 4))
 
 
 def _progress(stage: dict[str, Any]) -> str:
@@ -56,7 +57,7 @@ def _ledgers(stages: list[dict[str, Any]]) -> str:
         mark = "" if stage["ledger_is_final"] else " (before capture)"
         held = "-" if ledger["held_bytes"] is None else format_size(ledger["held_bytes"])
         rows.append((stage["name"] + mark, *sizes, format_size(ledger["unspent_bytes"]), held, blocks))
-    return table(rows, right=range(1, 12))
+    return _page(rows, right=range(1, 12))
 
 
 def _sources(stages: list[dict[str, Any]]) -> str:
@@ -92,7 +93,7 @@ def _devices(body: dict[str, Any]) -> str:
              format_size(device["free_bytes"]), format_size(budgets) if budgets else "-",
              format_size(sum(known)) if known else "-")
         )  # fmt: skip
-    return table(rows, right=range(6))
+    return _page(rows, right=range(6))
 
 
 def render_probes(results: list[dict[str, Any]]) -> str:
@@ -105,19 +106,12 @@ def render_probes(results: list[dict[str, Any]]) -> str:
         verdict = "no graph captured" if not result["through_graph"] else _difference(result["max_abs_diff"])
         shape = "x".join(map(str, result["output_shape"]))
         rows.append((result["stage"], str(result["batch_size"]), shape, format_duration(result["elapsed_s"]), verdict))
-    return table(rows, right=(1, 3))
+    return _page(rows, right=(1, 3))
 
 
 def _difference(max_abs_diff: float) -> str:
     return "identical" if max_abs_diff == 0 else f"differs by up to {max_abs_diff:.3g}"
 
 
-def table(rows: Sequence[Sequence[str]], *, right: Iterable[int] = ()) -> str:
-    """Columns aligned by spaces; those in ``right`` flush right."""
-    columns = set(right)
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    lines = (
-        "  ".join(cell.rjust(w) if i in columns else cell.ljust(w) for i, (cell, w) in enumerate(zip(row, widths)))
-        for row in rows
-    )
-    return "\n".join(line.rstrip() for line in lines)
+def _page(rows: Sequence[Sequence[str]], *, right: Iterable[int] = ()) -> str:
+    return "\n".join(table(rows, right=right))

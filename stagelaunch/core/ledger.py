@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from statistics import median
+from typing import Any
 
 from stagelaunch.core.units import MIB, format_size
 
@@ -234,3 +235,24 @@ def _length_advice(ledger: Ledger, layout: KVLayout | None) -> str:
         return ""
     longest = (ledger.num_blocks - 1) * layout.block_size
     return f", or a max_model_len of at most {longest}" if longest > 0 else ""
+
+
+def ledger_to_json(ledger: Ledger) -> dict[str, Any]:
+    """A ledger as users get it: its terms by name, each with both readings and its source."""
+    terms = {
+        name: {
+            "bytes": term.size_bytes,
+            "low_bytes": term.low_bytes,
+            "high_bytes": term.high_bytes,
+            "source": term.source,
+        }
+        for name, term in ledger.rows()
+    }
+    return {
+        "terms": terms,
+        "num_blocks": ledger.num_blocks,
+        "block_bytes": ledger.block_bytes,
+        "unspent_bytes": ledger.unspent_bytes,
+        "graphs_estimate_bytes": ledger.graphs_estimate_bytes,
+        "held_bytes": ledger.held_bytes,
+    }

@@ -19,11 +19,12 @@ from stagelaunch.core.admission import (
     free_check,
     free_verdicts,
 )
-from stagelaunch.core.budgets import Budgets, Forecasts, context_term, plan_budgets
+from stagelaunch.core.budgets import Forecasts, context_term, forecast_ledger, plan_budgets
 from stagelaunch.core.config import Deployment, Stage
 from stagelaunch.core.errors import DoesNotFitNowError, FindingsError, NeverFitsError, NoDeviceError
 from stagelaunch.core.groups import init_groups
 from stagelaunch.core.inventory import DeviceInfo
+from stagelaunch.core.ledger import KVLayout, Ledger, Source, Term, ledger_to_json, shortage
 from stagelaunch.core.phases import STEPS
 from stagelaunch.core.units import format_size
 
@@ -38,6 +39,12 @@ class StagePlan:
     capture_sizes: tuple[int, ...]
     weights_bytes: int | None
     """All of its weights, over all its devices; None where the checkpoint was not read."""
+    forecast: Ledger | None = None
+    """Where its budget will go on its first device; None where its need was not forecast."""
+    layout: KVLayout | None = None
+    """Of its KV cache, by the forecast."""
+    forecast_error: str | None = None
+    """Why its need could not be forecast, where it was asked for."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +78,8 @@ class Plan:
     missing: tuple[str, ...]
     """One finding per device that is not there."""
     over_full: tuple[str, ...]
-    """One finding per device whose total is too small, and per stage whose weights exceed its budget."""
+    """One finding per device whose total is too small, and per stage whose budget cannot hold its weights, or what it
+    is forecast to need."""
     not_now: tuple[str, ...]
     """One finding per device that would do, were it not for who holds its memory now."""
 
@@ -91,16 +99,17 @@ def make_plan(
     device_totals: Mapping[int, int],
     weights_bytes: Mapping[int, int] | None = None,
     *,
-    budgets: Budgets | None = None,
+    forecasts: Forecasts | None = None,
     free_bytes: Mapping[int, int] | None = None,
     holders: Mapping[int, Collection[Holder]] | None = None,
 ) -> Plan:
     """The plan of a deployment on devices with these totals, in bytes by device index.
 
-    ``weights_bytes`` by stage id, as far as known. With ``free_bytes`` the plan also says what fits now; it must then
-    have every device that has a total (KeyError).
+    ``weights_bytes`` by stage id, as far as known; ``forecasts`` likewise, without which no auto budget is known. With
+    ``free_bytes`` the plan also says what fits now; it must then have every device that has a total (KeyError).
     """
-    budgets = budgets or plan_budgets(deployment, device_totals, Forecasts(context_term(None)))
+    forecasts = forecasts or Forecasts(context_term(None))
+    budgets = plan_budgets(deployment, device_totals, forecasts)
     asks = {
         stage.id: (stage.devices, budgets.by_stage[stage.id])
         for stage in deployment.stages
@@ -111,16 +120,21 @@ def make_plan(
     fitting = [verdict for verdict in known if verdict.fits]
     findings = admission_findings(verdicts)
     over_full = [findings[verdict.device] for verdict in known if verdict.device in findings]
+    stages = tuple(_stage_plan(stage, weights_bytes or {}, forecasts, verdicts) for stage in deployment.stages)
     return Plan(
         deployment=deployment.name,
         backend=deployment.backend,
         order=deployment.order,
         groups=tuple(tuple(group) for group in init_groups(deployment.stage_devices)),
-        stages=tuple(_stage_plan(stage, weights_bytes or {}) for stage in deployment.stages),
+        stages=stages,
         devices=_device_plans(verdicts, free_bytes, holders or {}),
         missing=tuple(findings[verdict.device] for verdict in verdicts if verdict.total_bytes is None),
         unplanned=budgets.findings,
-        over_full=(*over_full, *_too_heavy(deployment.stages, verdicts, weights_bytes or {})),
+        over_full=(
+            *over_full,
+            *_too_heavy(deployment.stages, verdicts, weights_bytes or {}),
+            *_too_tight(deployment.stages, stages, verdicts),
+        ),
         # Only of devices that could do: the others have their finding already.
         not_now=tuple(free_check(fitting, free_bytes, holders or {})) if free_bytes is not None else (),
     )
@@ -130,14 +144,14 @@ def make_plan_now(
     deployment: Deployment,
     devices: Collection[DeviceInfo],
     weights_bytes: Mapping[int, int] | None = None,
-    budgets: Budgets | None = None,
+    forecasts: Forecasts | None = None,
 ) -> Plan:
     """The plan of a deployment on the devices of this machine as they are now, free memory and holders included."""
     return make_plan(
         deployment,
         {info.index: info.total_bytes for info in devices},
         weights_bytes,
-        budgets=budgets,
+        forecasts=forecasts,
         free_bytes={info.index: info.free_bytes for info in devices},
         holders={
             info.index: [Holder(process.pid, process.size_bytes, name=process.name) for process in info.processes]
@@ -158,8 +172,49 @@ def refusal(plan: Plan) -> FindingsError | None:
     return DoesNotFitNowError(plan.findings) if plan.not_now else None
 
 
-def _stage_plan(stage: Stage, weights_bytes: Mapping[int, int]) -> StagePlan:
-    return StagePlan(stage.id, stage.name, stage.devices, stage.capture_sizes, weights_bytes.get(stage.id))
+def _stage_plan(
+    stage: Stage, weights_bytes: Mapping[int, int], forecasts: Forecasts, verdicts: Sequence[DeviceVerdict]
+) -> StagePlan:
+    need = forecasts.needs.get(stage.id)
+    budget_bytes = _budget_bytes(stage, stage.devices[0], verdicts)
+    ledger = None
+    if need is not None and budget_bytes is not None:
+        ledger = forecast_ledger(Term(budget_bytes, _budget_source(stage)), need, forecasts.context)
+    return StagePlan(
+        stage.id,
+        stage.name,
+        stage.devices,
+        stage.capture_sizes,
+        weights_bytes.get(stage.id),
+        ledger,
+        None if need is None else need.layout,
+        forecasts.errors.get(stage.id),
+    )
+
+
+def _budget_source(stage: Stage) -> Source:
+    if stage.demand is None:
+        return Source.AUTO_BUDGET
+    return Source.CONFIG_BUDGET if stage.utilization is None else Source.CONFIG_UTILIZATION
+
+
+def _budget_bytes(stage: Stage, device: int, verdicts: Sequence[DeviceVerdict]) -> int | None:
+    demands = (demand for verdict in verdicts if verdict.device == device for demand in verdict.demands)
+    return next((demand.budget_bytes for demand in demands if demand.stage_id == stage.id), None)
+
+
+def _too_tight(stages: Sequence[Stage], planned: Sequence[StagePlan], verdicts: Sequence[DeviceVerdict]) -> list[str]:
+    """One text per stage that will not fit its budget, by the forecast."""
+    totals = {verdict.device: verdict.total_bytes for verdict in verdicts}
+    texts = []
+    for stage, plan in zip(stages, planned):
+        total_bytes = totals.get(stage.devices[0])
+        if plan.forecast is None or total_bytes is None:
+            continue
+        short = shortage(plan.forecast, plan.layout, stage.max_model_len, total_bytes)
+        if short is not None:
+            texts.append(f"stage {stage.id} ({stage.name}): by forecast {short}")
+    return texts
 
 
 def _device_plans(
@@ -205,6 +260,9 @@ def plan_to_json(plan: Plan) -> dict[str, Any]:
                 "devices": list(stage.devices),
                 "capture_sizes": list(stage.capture_sizes),
                 "weights_bytes": stage.weights_bytes,
+                "forecast": None if stage.forecast is None else ledger_to_json(stage.forecast),
+                "kv_bytes_per_token": None if stage.layout is None else stage.layout.bytes_per_token,
+                "forecast_error": stage.forecast_error,
             }
             for stage in plan.stages
         ],

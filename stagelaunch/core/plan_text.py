@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from stagelaunch.core.phases import STEPS
 from stagelaunch.core.plan import DevicePlan, Plan, StagePlan
+from stagelaunch.core.table import table
 from stagelaunch.core.units import format_size
 
 Row = Sequence[str]
@@ -17,9 +18,16 @@ def render_plan(plan: Plan) -> str:
     blocks = [
         [_headline(plan)],
         ["boot order", *_order_lines(plan, stages)],
-        ["memory", *_table(("device", "stage", "budget", "reserve", "weights"), _memory_rows(plan, stages))],
-        ["devices", *_table(_DEVICE_HEAD, [_device_row(device) for device in plan.devices])],
-        ["steps of every stage", *_table(("phase", "step", "device lock", "why"), _step_rows())],
+        [
+            "memory",
+            *table(
+                [("device", "stage", "budget", "reserve", "weights"), *_memory_rows(plan, stages)],
+                right=(2, 3, 4),
+                indent=2,
+            ),
+        ],
+        ["devices", *table([_DEVICE_HEAD, *map(_device_row, plan.devices)], right=range(1, 7), indent=2)],
+        ["steps of every stage", *table([("phase", "step", "device lock", "why"), *_step_rows()], indent=2)],
         [f"verdict: {_verdict(plan)}"],
     ]
     return "\n\n".join("\n".join(block) for block in blocks)
@@ -98,10 +106,3 @@ def _verdict(plan: Plan) -> str:
     if plan.not_now:
         return f"does not fit now ({_count(len(plan.not_now), 'device')} short)"
     return "fits"
-
-
-def _table(head: Row, rows: Iterable[Row]) -> list[str]:
-    """Lines of a table, columns as wide as their widest cell, indented by two."""
-    lines = [head, *rows]
-    widths = [max(len(line[column]) for line in lines) for column in range(len(head))]
-    return ["  " + "  ".join(cell.ljust(width) for cell, width in zip(line, widths)).rstrip() for line in lines]

@@ -9,7 +9,7 @@ from stagelaunch.core.board import StageView
 from stagelaunch.core.config import Deployment
 from stagelaunch.core.inventory import DeviceInfo, device_to_json
 from stagelaunch.core.launch import Mode
-from stagelaunch.core.ledger import Ledger
+from stagelaunch.core.ledger import ledger_to_json
 from stagelaunch.supervisor.control import API_VERSION
 from stagelaunch.supervisor.supervisor import Supervisor
 
@@ -62,31 +62,10 @@ def _stage(
         "progress": None
         if view.progress is None
         else {"done": view.progress.done, "total": view.progress.total, "unit": view.progress.unit},
-        "ledger": None if view.ledger is None else ledger_body(view.ledger),
+        "ledger": None if view.ledger is None else ledger_to_json(view.ledger),
         "ledger_is_final": view.ledger_is_final,
         "phases": [
             {"phase": s.phase, "took_s": s.ended_s - s.began_s, "waited_s": s.waited_s, "began_s": s.began_s}
             for s in view.spans
         ],
-    }
-
-
-def ledger_body(ledger: Ledger) -> dict[str, Any]:
-    """A ledger's terms by name, each with its source."""
-    terms = {
-        name: {
-            "bytes": term.size_bytes,
-            "low_bytes": term.low_bytes,
-            "high_bytes": term.high_bytes,
-            "source": term.source,
-        }
-        for name, term in ledger.rows()
-    }
-    return {
-        "terms": terms,
-        "num_blocks": ledger.num_blocks,
-        "block_bytes": ledger.block_bytes,
-        "unspent_bytes": ledger.unspent_bytes,
-        "graphs_estimate_bytes": ledger.graphs_estimate_bytes,
-        "held_bytes": ledger.held_bytes,
     }

@@ -1,0 +1,74 @@
+"""``plan --explain``: where every byte of each device will go, before anything runs.
+
+Of what is forecast (``core.budgets``): a boot measures all of it anew. ASCII only, for any terminal.
+"""
+
+from __future__ import annotations
+
+from stagelaunch.core.ledger import Ledger
+from stagelaunch.core.plan import DevicePlan, Plan, StagePlan
+from stagelaunch.core.table import table
+from stagelaunch.core.units import format_size
+
+_HEAD = (
+    "device", "stage", "budget", "context", "weights", "activations", "graphs", "margin", "KV cache", "unspent",
+    "KV/token", "blocks", "tokens",
+)  # fmt: skip
+_TERMS = ("budget", "context", "weights", "activations", "graphs", "margin", "kv")
+
+
+def render_explanation(plan: Plan) -> str:
+    """A row per stage and device with the forecast of its ledger, the rest of each device, then the sources."""
+    stages = {stage.stage: stage for stage in plan.stages}
+    rows = [_row(device, stages[demand.stage_id]) for device in plan.devices for demand in device.verdict.demands]
+    lines = ["where every byte goes, by forecast", *table([_HEAD, *rows], right=range(2, 13), indent=2)]
+    unknown = [stage for stage in plan.stages if stage.forecast_error]
+    lines += [f"  {_rest(device)}" for device in plan.devices if device.verdict.demands]
+    lines += [
+        f"  stage {stage.name}: no forecast: {stage.forecast_error}" for stage in plan.stages if stage.forecast_error
+    ]
+    return "\n".join([*lines, *_sources(plan)])
+
+
+def _row(device: DevicePlan, stage: StagePlan) -> tuple[str, ...]:
+    name, ledger = f"{stage.stage} {stage.name}", stage.forecast
+    index = str(device.verdict.device)
+    # The ledger is of the stage's first device; how ranks share its need on others is not known.
+    if ledger is None or device.verdict.device != stage.devices[0]:
+        return (index, name, *["-"] * (len(_HEAD) - 2))
+    sizes = {term: format_size(getattr(ledger, term).size_bytes) for term in _TERMS}
+    return (index, name, *sizes.values(), format_size(ledger.unspent_bytes), *_kv(stage, ledger))
+
+
+def _kv(stage: StagePlan, ledger: Ledger) -> tuple[str, str, str]:
+    if stage.layout is None:
+        return ("no KV", "-", "-")
+    # The null block holds no token of anybody.
+    tokens = max(ledger.num_blocks - 1, 0) * stage.layout.block_size
+    return (f"{stage.layout.bytes_per_token:,} B", f"{ledger.num_blocks:,}", f"{tokens:,}")
+
+
+def _rest(device: DevicePlan) -> str:
+    """What of a device is in nobody's budget."""
+    verdict = device.verdict
+    if verdict.total_bytes is None:
+        return f"device {verdict.device}: not there"
+    budgets = sum(demand.budget_bytes or 0 for demand in verdict.demands)
+    reserve = f"reserve {len(verdict.demands)} x {format_size(verdict.reserve_bytes)}"
+    return (
+        f"device {verdict.device}: total {format_size(verdict.total_bytes)} = budgets {format_size(budgets)} + "
+        f"{reserve} + unplanned {format_size(verdict.total_bytes - (verdict.needed_bytes or 0))}"
+    )
+
+
+def _sources(plan: Plan) -> list[str]:
+    """How the figures became known; one line a term, stages named where they differ."""
+    known = [(stage.name, stage.forecast) for stage in plan.stages if stage.forecast is not None]
+    lines = []
+    for term in _TERMS[:-2]:
+        sources: dict[str, list[str]] = {}
+        for name, ledger in known:
+            sources.setdefault(getattr(ledger, term).source, []).append(name)
+        texts = [text if len(sources) == 1 else f"{text} ({', '.join(who)})" for text, who in sources.items()]
+        lines.append(f"  {term}: {'; '.join(texts)}")
+    return lines if known else []
