@@ -24,9 +24,7 @@ def render_explanation(plan: Plan) -> str:
     lines = ["where every byte goes, by forecast", *table([_HEAD, *rows], right=range(2, 13), indent=2)]
     unknown = [stage for stage in plan.stages if stage.forecast_error]
     lines += [f"  {_rest(device)}" for device in plan.devices if device.verdict.demands]
-    lines += [
-        f"  stage {stage.name}: no forecast: {stage.forecast_error}" for stage in plan.stages if stage.forecast_error
-    ]
+    lines += [f"  stage {stage.name}: no forecast: {stage.forecast_error}" for stage in unknown]
     return "\n".join([*lines, *_sources(plan)])
 
 
