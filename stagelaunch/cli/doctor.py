@@ -20,11 +20,9 @@ from stagelaunch.core.config import Deployment
 from stagelaunch.core.errors import ExitCode, LockDirectoryError, NoDeviceError
 from stagelaunch.core.inventory import DeviceInfo, device_to_json
 from stagelaunch.core.units import format_size
+from stagelaunch.engines.versions import TRANSFORMERS_MINOR
 from stagelaunch.supervisor.runtime import default_runtime_dir, list_runtimes
 from stagelaunch.system.locks import LockDirectory, holders, waiters
-
-TRANSFORMERS_MINOR = "5.24"
-"""The one minor the engine is written for; the same as in pyproject.toml."""
 
 
 @dataclass(frozen=True)

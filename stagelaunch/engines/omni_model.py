@@ -17,16 +17,15 @@ from torch import nn
 from stagelaunch.core.errors import StageError
 from stagelaunch.devices.base import Device
 from stagelaunch.engines.paged import CausalPrefill
-
-SUPPORTED_MINOR = "5.24"
+from stagelaunch.engines.versions import TRANSFORMERS_MINOR
 
 
 def check_version(version: str) -> None:
     """StageError unless ``version`` of transformers is of the one minor this adapter was written for."""
-    if version.split(".")[:2] != SUPPORTED_MINOR.split("."):
+    if version.split(".")[:2] != TRANSFORMERS_MINOR.split("."):
         raise StageError(
             f"cannot use transformers {version}: its Qwen3-Omni module tree differs between minors and this release "
-            f"knows {SUPPORTED_MINOR}; pip install 'transformers~={SUPPORTED_MINOR}.0'"
+            f"knows {TRANSFORMERS_MINOR}; pip install 'transformers~={TRANSFORMERS_MINOR}.0'"
         )
 
 
@@ -129,7 +128,7 @@ class OmniModel:
         if left:
             raise StageError(
                 f"cannot build {self.component}: {len(left)} tensors have no memory: {', '.join(left[:5])}; "
-                f"this is a bug, or transformers is not {SUPPORTED_MINOR}"
+                f"this is a bug, or transformers is not {TRANSFORMERS_MINOR}"
             )
 
 
