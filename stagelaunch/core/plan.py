@@ -13,12 +13,15 @@ from typing import Any
 from stagelaunch.core.admission import (
     DeviceVerdict,
     FreeVerdict,
-    Holder,
     admission_findings,
+    claim_check,
+    claimant,
     device_verdicts,
     free_check,
     free_verdicts,
+    process_text,
 )
+from stagelaunch.core.claims import Claim, HeldClaim, Holder
 from stagelaunch.core.config import Deployment, Stage
 from stagelaunch.core.errors import DoesNotFitNowError, FindingsError, NeverFitsError, NoDeviceError
 from stagelaunch.core.groups import init_groups
@@ -71,11 +74,13 @@ class Plan:
     """One finding per device whose total is too small, and per stage whose weights exceed its budget."""
     not_now: tuple[str, ...]
     """One finding per device that would do, were it not for who holds its memory now."""
+    claimed: tuple[str, ...]
+    """One finding per device of which other deployments have claimed too much."""
 
     @property
     def findings(self) -> tuple[str, ...]:
         """Everything that speaks against a boot."""
-        return self.missing + self.over_full + self.not_now
+        return self.missing + self.over_full + self.not_now + self.claimed
 
     @property
     def fits(self) -> bool:
@@ -90,46 +95,58 @@ def make_plan(
     *,
     free_bytes: Mapping[int, int] | None = None,
     holders: Mapping[int, Collection[Holder]] | None = None,
+    claims: Mapping[int, Collection[Claim]] | None = None,
 ) -> Plan:
     """The plan of a deployment on devices with these totals, in bytes by device index.
 
     ``weights_bytes`` by stage id, as far as known. With ``free_bytes`` the plan also says what fits now; it must then
-    have every device that has a total (KeyError).
+    have every device that has a total (KeyError). ``claims`` are those of other deployments.
     """
     asks = {stage.id: (stage.devices, stage.demand) for stage in deployment.stages}
     verdicts = device_verdicts(asks, device_totals, deployment.reserve_bytes)
     known = [verdict for verdict in verdicts if verdict.total_bytes is not None]
-    fitting = [verdict for verdict in known if verdict.fits]
     findings = admission_findings(verdicts)
     over_full = [findings[verdict.device] for verdict in known if verdict.device in findings]
+    now = () if free_bytes is None else free_verdicts(verdicts, free_bytes, holders or {}, claims or {})
+    # Only of devices that could do: the others have their finding already.
+    fitting_now = [free for free in now if free.verdict.fits]
     return Plan(
         deployment=deployment.name,
         backend=deployment.backend,
         order=deployment.order,
         groups=tuple(tuple(group) for group in init_groups(deployment.stage_devices)),
         stages=tuple(_stage_plan(stage, weights_bytes or {}) for stage in deployment.stages),
-        devices=_device_plans(verdicts, free_bytes, holders or {}),
+        devices=_device_plans(verdicts, now),
         missing=tuple(findings[verdict.device] for verdict in verdicts if verdict.total_bytes is None),
         over_full=(*over_full, *_too_heavy(deployment.stages, verdicts, weights_bytes or {})),
-        # Only of devices that could do: the others have their finding already.
-        not_now=tuple(free_check(fitting, free_bytes, holders or {})) if free_bytes is not None else (),
+        not_now=tuple(free_check(fitting_now)),
+        claimed=tuple(claim_check(fitting_now)),
     )
 
 
 def make_plan_now(
-    deployment: Deployment, devices: Collection[DeviceInfo], weights_bytes: Mapping[int, int] | None = None
+    deployment: Deployment,
+    devices: Collection[DeviceInfo],
+    claims: Mapping[int, Collection[Claim]],
+    weights_bytes: Mapping[int, int] | None = None,
 ) -> Plan:
-    """The plan of a deployment on the devices of this machine as they are now, free memory and holders included."""
+    """The plan of a deployment on the devices of this machine as they are now.
+
+    ``claims`` of other deployments, by device index.
+    """
     return make_plan(
         deployment,
         {info.index: info.total_bytes for info in devices},
         weights_bytes,
         free_bytes={info.index: info.free_bytes for info in devices},
-        holders={
-            info.index: [Holder(process.pid, process.size_bytes, name=process.name) for process in info.processes]
-            for info in devices
-        },
+        holders={info.index: device_holders(info) for info in devices},
+        claims=claims,
     )
+
+
+def device_holders(info: DeviceInfo) -> tuple[Holder, ...]:
+    """Who holds memory of a device."""
+    return tuple(Holder(process.pid, process.size_bytes, process.name) for process in info.processes)
 
 
 def refusal(plan: Plan) -> FindingsError | None:
@@ -141,18 +158,21 @@ def refusal(plan: Plan) -> FindingsError | None:
         return NeverFitsError(plan.findings)
     if plan.missing:
         return NoDeviceError(plan.findings)
-    return DoesNotFitNowError(plan.findings) if plan.not_now else None
+    return DoesNotFitNowError(plan.findings, _in_the_way(plan)) if plan.not_now or plan.claimed else None
+
+
+def _in_the_way(plan: Plan) -> frozenset[str]:
+    short = [device.free for device in plan.devices if device.free and device.free.shortfall_bytes]
+    processes = {process_text(holder) for free in short for holder in free.holders}
+    return frozenset(processes | {claimant(held.claim) for free in short for held in free.claims})
 
 
 def _stage_plan(stage: Stage, weights_bytes: Mapping[int, int]) -> StagePlan:
     return StagePlan(stage.id, stage.name, stage.devices, stage.capture_sizes, weights_bytes.get(stage.id))
 
 
-def _device_plans(
-    verdicts: Sequence[DeviceVerdict], free_bytes: Mapping[int, int] | None, holders: Mapping[int, Collection[Holder]]
-) -> tuple[DevicePlan, ...]:
-    found = free_verdicts(verdicts, free_bytes, holders) if free_bytes is not None else ()
-    free = {item.verdict.device: item for item in found}
+def _device_plans(verdicts: Sequence[DeviceVerdict], now: Sequence[FreeVerdict]) -> tuple[DevicePlan, ...]:
+    free = {item.verdict.device: item for item in now}
     return tuple(DevicePlan(verdict, free.get(verdict.device)) for verdict in verdicts)
 
 
@@ -224,4 +244,15 @@ def _device_json(device: DevicePlan, names: Mapping[int, str]) -> dict[str, Any]
         "free_bytes": None if free is None else free.free_bytes,
         "available_bytes": None if free is None else free.available_bytes,
         "shortfall_now_bytes": None if free is None else free.shortfall_bytes,
+        "claims": None if free is None else [_claim_json(held) for held in free.claims],
+    }
+
+
+def _claim_json(held: HeldClaim) -> dict[str, Any]:
+    claim = held.claim
+    return {
+        "deployment": claim.deployment,
+        "supervisor_pid": claim.pid,
+        "claimed_bytes": claim.claimed_bytes,
+        "held_bytes": held.held_bytes,
     }

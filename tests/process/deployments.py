@@ -118,7 +118,7 @@ class Site:
         for info in self.devices().values():
             assert (info.free_bytes, info.processes) == (info.total_bytes, ())
             assert holders(self.directory / "locks", info.uuid) == ()
-        assert {path.suffix for path in (self.directory / "locks").iterdir()} <= {".gate", ".data"}
+        assert {path.suffix for path in (self.directory / "locks").iterdir()} <= {".gate", ".data", ".lock"}
         assert not (self.directory / "run" / "site" / "control.sock").exists()
 
 
