@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import select
+import signal
 from pathlib import Path
 
 import click
@@ -27,12 +28,19 @@ from stagelaunch.supervisor.runtime import Runtime
 )
 @click.option("--runtime-dir", type=click.Path(path_type=Path), help="Where deployments keep their sockets.")
 def down(target: str, now: bool, timeout_s: float, runtime_dir: Path | None) -> int:
-    """Stop the deployment TARGET (its name or config file). Exit 0, or 71 if something is left."""
+    """Stop the deployment TARGET (its name or config file). Exit 0, or 71 if something is left.
+
+    One that still waits for device memory gives up.
+    """
     runtime = find_target(target, runtime_dir).runtime
     name = runtime.directory.name
     try:
         pidfd = _open_supervisor(runtime)
-        request(runtime, "POST", f"/v1/down?now={int(now)}")
+        if runtime.waits_for_memory:
+            # Nothing answers yet. Should it be admitted this instant, the signal stops it in good order.
+            signal.pidfd_send_signal(pidfd, signal.SIGTERM)
+        else:
+            request(runtime, "POST", f"/v1/down?now={int(now)}")
     except NotRunningError as error:
         click.echo(f"stagelaunch: {error}", err=True)
         return error.exit_code
@@ -67,11 +75,17 @@ def _open_supervisor(runtime: Runtime) -> int:
     """A pidfd of the live supervisor: unlike its pid, it cannot come to mean another process."""
     name = runtime.directory.name
     # Its state file may have been deleted; the supervisor itself knows who it is.
-    pid = runtime.live_pid() or int(request(runtime, "GET", "/v1/status")["pid"])
+    recorded = runtime.live_pid()
+    pid = recorded or int(request(runtime, "GET", "/v1/status")["pid"])
     try:
-        return os.pidfd_open(pid)
+        pidfd = os.pidfd_open(pid)
     except ProcessLookupError:
         raise NotRunningError(f"cannot stop deployment {name}: it is not running") from None
+    # Looked at again: between the look and the opening the number may have gone to another process.
+    if recorded is not None and runtime.live_pid() != recorded:
+        os.close(pidfd)
+        raise NotRunningError(f"cannot stop deployment {name}: it has just ended")
+    return pidfd
 
 
 def _wait(pidfd: int, timeout_s: float) -> bool:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+from pathlib import Path
+
 from stagelaunch.config_file import LoadedDeployment
+from stagelaunch.core.claims import Claim
 from stagelaunch.core.inventory import DeviceInfo, SimulatedMachine
 
 INVENTORY_TIMEOUT_S = 30.0
@@ -22,3 +26,10 @@ def list_devices(backend: str, machine: SimulatedMachine | None) -> tuple[Device
     from stagelaunch.devices.query import query_devices_sync
 
     return query_devices_sync(backend, machine, INVENTORY_TIMEOUT_S)
+
+
+def list_claims(lock_dir: Path, devices: Collection[DeviceInfo]) -> dict[int, tuple[Claim, ...]]:
+    """What running deployments have claimed of these devices, by index; nothing where there is no lock directory."""
+    from stagelaunch.system.claims import read_claims
+
+    return {info.index: read_claims(lock_dir, info.uuid) for info in devices}

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import click
 
-from stagelaunch.cli.machine import list_devices, simulated_machine
+from stagelaunch.cli.machine import list_claims, list_devices, simulated_machine
 from stagelaunch.config_file import LoadedDeployment, load_deployment
 from stagelaunch.core.config_rules import ENGINE_QWEN3_OMNI
 from stagelaunch.core.errors import CheckpointError, UsageError
@@ -33,7 +33,7 @@ _SHOWN_FAULTS = 3
 def plan(config: Path, as_json: bool, device_totals: tuple[str, ...]) -> None:
     """Show what the deployment CONFIG needs and whether it fits.
 
-    Without --device-total the devices of this machine are asked, also for what is free now.
+    Without --device-total the devices of this machine are asked, also for what is free and claimed now.
     """
     loaded = load_deployment(config)
     made = _planned(loaded, device_totals)
@@ -48,7 +48,8 @@ def _planned(loaded: LoadedDeployment, device_totals: Sequence[str]) -> Plan:
         totals = parse_device_totals(device_totals, deployment.device_indices)
         return make_plan(deployment, totals, _weights_bytes(loaded))
     devices = list_devices(deployment.backend, simulated_machine(loaded))
-    return make_plan_now(deployment, devices, _weights_bytes(loaded))
+    claims = list_claims(loaded.lock_dir, [info for info in devices if info.index in deployment.device_indices])
+    return make_plan_now(deployment, devices, claims, _weights_bytes(loaded))
 
 
 def parse_device_totals(texts: Sequence[str], used: Sequence[int]) -> dict[int, int]:

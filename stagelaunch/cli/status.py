@@ -38,6 +38,9 @@ def _body(runtime: Runtime) -> dict[str, Any]:
     try:
         return request(runtime, "GET", "/v1/status")
     except NotRunningError:
+        if runtime.waits_for_memory:
+            state = runtime.read_state()
+            return {key: state.get(key) for key in ("state", "pid", "findings")} | {"name": runtime.directory.name}
         return {"name": runtime.directory.name, "state": "stopped", "last_run": _last_run(runtime)}
 
 
@@ -50,6 +53,9 @@ def _last_run(runtime: Runtime) -> dict[str, Any] | None:
 
 
 def _page(body: dict[str, Any]) -> str:
+    if body["state"] == "waiting":
+        head = f"{body['name']}: waiting for device memory (supervisor pid {body['pid']})"
+        return "\n".join([head, *(body["findings"] or [])])
     if body["state"] != "stopped":
         return render_status(body)
     match body["last_run"]:

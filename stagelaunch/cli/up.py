@@ -22,48 +22,71 @@ from stagelaunch.cli.target import Target, find_target
 from stagelaunch.core import failure
 from stagelaunch.core.errors import ExitCode, StagelaunchError, UsageError
 from stagelaunch.core.outcome import Outcome
-from stagelaunch.core.units import format_duration
+from stagelaunch.core.units import format_duration, parse_duration
 from stagelaunch.supervisor.run import Listener, run_deployment
 from stagelaunch.system.log_file import tail
+
+_LONGEST_WAIT_S = 366 * 86400.0
 
 
 @click.command()
 @click.argument("config")
 @click.option("--detach", is_flag=True, help="Leave the deployment to a process of its own and return.")
 @click.option("--wait", is_flag=True, help="With --detach: return when every stage is ready, or the boot has failed.")
+@click.option(
+    "--wait-for-memory",
+    "wait_text",
+    metavar="DURATION",
+    help="If it does not fit beside what others hold or have claimed, wait so long (60s, 5m) for it to fit.",
+)
 @click.option("--runtime-dir", type=click.Path(path_type=Path), help="Where sockets and logs go.")
 @click.option("--notify-fd", type=int, hidden=True, help="Tell progress to this descriptor, one JSON object a line.")
-def up(config: str, detach: bool, wait: bool, runtime_dir: Path | None, notify_fd: int | None) -> int:
+def up(
+    config: str, detach: bool, wait: bool, wait_text: str | None, runtime_dir: Path | None, notify_fd: int | None
+) -> int:
     """Boot every stage of the deployment in CONFIG, or none.
 
     In the foreground it stays until Ctrl-C, `stagelaunch down` or the end of a stage.
     """
     if wait and not detach:
         raise UsageError("--wait goes with --detach: in the foreground `up` stays until the end anyway")
+    wait_s = None if wait_text is None else parse_wait(wait_text)
     target = find_target(config, runtime_dir)
     if target.loaded is None:
         raise UsageError(f"{config!r} is not a config file; `up` takes the path of a *.yaml or *.json file")
     if detach:
-        return _detach(config, target, runtime_dir, wait)
-    code = _foreground(target, None if notify_fd is None else os.fdopen(notify_fd, "w"))
+        return _detach(config, target, runtime_dir, wait, wait_text)
+    code = _foreground(target, None if notify_fd is None else os.fdopen(notify_fd, "w"), wait_s)
     # Not through the interpreter's exit: it would wait for children that could not be killed.
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
 
 
-def _foreground(target: Target, notify: IO[str] | None) -> int:
+def parse_wait(text: str) -> float:
+    """Seconds of a ``--wait-for-memory``. UsageError for what is no duration, or no end in sight."""
+    try:
+        wait_s = parse_duration(text)
+    except (ValueError, OverflowError) as error:
+        raise UsageError(f"cannot read --wait-for-memory {text!r}: {error}; write 60s, or 5m") from None
+    if wait_s > _LONGEST_WAIT_S:
+        raise UsageError(f"cannot read --wait-for-memory {text!r}: longer than a year; write 60s, or 5m")
+    return wait_s
+
+
+def _foreground(target: Target, notify: IO[str] | None, wait_s: float | None) -> int:
     loaded = target.loaded
     assert loaded is not None
     voice = _Voice(notify)
     try:
-        outcome = asyncio.run(run_deployment(loaded, simulated_machine(loaded), target.runtime, voice.listener()))
+        machine = simulated_machine(loaded)
+        outcome = asyncio.run(run_deployment(loaded, machine, target.runtime, voice.listener(), wait_s))
     except StagelaunchError as error:
         voice.ended(error.exit_code, str(error))
         raise
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, asyncio.CancelledError):
         voice.ended(ExitCode.INTERRUPTED, "interrupted before any stage was started")
-        raise
+        raise KeyboardInterrupt from None
     text = _ending(target.name, outcome)
     for line in text.splitlines():
         voice.print(f"stagelaunch: {line}", err=True)
@@ -135,13 +158,15 @@ class _Voice:
             self._notify = None
 
 
-def _detach(config: str, target: Target, runtime_dir: Path | None, wait: bool) -> int:
+def _detach(config: str, target: Target, runtime_dir: Path | None, wait: bool, wait_text: str | None) -> int:
     target.runtime.create()
     log_path = target.runtime.supervisor_log
     read_fd, write_fd = os.pipe()
     command = [sys.executable, "-m", "stagelaunch", "up", "--notify-fd", str(write_fd)]
     if runtime_dir is not None:
         command += ["--runtime-dir", str(runtime_dir.absolute())]
+    if wait_text is not None:
+        command += ["--wait-for-memory", wait_text]
     command += ["--", config]
     with open(log_path, "ab") as log:
         child = subprocess.Popen(

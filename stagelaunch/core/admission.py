@@ -1,7 +1,8 @@
-"""Whether a deployment fits its devices: by their totals, and beside what occupies them now.
+"""Whether a deployment fits its devices: by their totals, beside what is in use, and beside what others have claimed.
 
-The one rule, as records (`device_verdicts`, `free_verdicts`) and as texts (`admission_check`, `free_check`).
-Not a measurement: totals, free bytes and holders are data the caller read. Called by `plan` and the supervisor.
+The one rule, as records (`device_verdicts`, `free_verdicts`) and as texts (`admission_check`, `free_check`,
+`claim_check`). Not a measurement: totals, free bytes, holders and claims are data the caller read. Called by `plan` and
+the supervisor.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from stagelaunch.core.claims import Claim, HeldClaim, Holder, foreign_holders, held_claims, pending_bytes
 from stagelaunch.core.units import format_size
 
 Budget = float | int
@@ -48,18 +50,6 @@ class DeviceVerdict:
 
 
 @dataclass(frozen=True)
-class Holder:
-    """Somebody outside this deployment who holds a device's memory now, or has claimed it."""
-
-    pid: int
-    held_bytes: int | None
-    """What the driver says the process holds; None where it does not say."""
-    claimed_bytes: int = 0
-    """What another deployment was admitted with for this device; 0 for a process that claims nothing."""
-    name: str = ""
-
-
-@dataclass(frozen=True)
 class FreeVerdict:
     """One device's need against what is left of it now."""
 
@@ -67,8 +57,27 @@ class FreeVerdict:
     free_bytes: int
     available_bytes: int
     """Free now, less what other deployments have claimed and do not hold yet."""
-    shortfall_bytes: int
     holders: tuple[Holder, ...]
+    """Processes that belong to no claim."""
+    claims: tuple[HeldClaim, ...]
+
+    @property
+    def shortfall_bytes(self) -> int:
+        """How far the need exceeds what is available."""
+        return self._short_of(self.available_bytes)
+
+    @property
+    def free_shortfall_bytes(self) -> int:
+        """How far the need exceeds what is free, whatever is claimed."""
+        return self._short_of(self.free_bytes)
+
+    @property
+    def claimed_bytes(self) -> int:
+        """How much of what is free others have claimed."""
+        return self.free_bytes - self.available_bytes
+
+    def _short_of(self, left_bytes: int) -> int:
+        return max(0, (self.verdict.needed_bytes or 0) - left_bytes)
 
 
 def admission_check(
@@ -161,66 +170,84 @@ def _names(demands: Sequence[DeviceDemand]) -> str:
     return ", ".join(f"stage {demand.stage_id}" for demand in demands)
 
 
-def free_check(
-    verdicts: Iterable[DeviceVerdict],
-    device_free_bytes: Mapping[int, int],
-    holders: Mapping[int, Collection[Holder]],
-) -> list[str]:
-    """One text for each device whose need exceeds what is left now, with who holds the rest."""
-    short = [free for free in free_verdicts(verdicts, device_free_bytes, holders) if free.shortfall_bytes]
-    return [_free_finding(free) for free in short]
+def free_check(verdicts: Iterable[FreeVerdict]) -> list[str]:
+    """One text for each device whose need exceeds what is free now, with who holds the rest."""
+    return [_free_finding(free) for free in verdicts if free.free_shortfall_bytes]
+
+
+def claim_check(verdicts: Iterable[FreeVerdict]) -> list[str]:
+    """One text for each device where what others have claimed leaves too little, with each of their deployments."""
+    return [_claim_finding(free) for free in verdicts if free.shortfall_bytes and free.claimed_bytes]
 
 
 def free_verdicts(
     verdicts: Iterable[DeviceVerdict],
     device_free_bytes: Mapping[int, int],
     holders: Mapping[int, Collection[Holder]],
+    claims: Mapping[int, Collection[Claim]],
 ) -> tuple[FreeVerdict, ...]:
     """The need of each device that is used and known, against what is free there and not claimed by others.
 
     ``device_free_bytes`` has every device in use (KeyError): one that could not be read is for the caller to
-    refuse, not to be taken as free. ``holders`` are the processes of others only.
+    refuse, not to be taken as free. ``holders`` are all processes there, ``claims`` those of other deployments.
     """
     return tuple(
-        _free_verdict(verdict, device_free_bytes[verdict.device], tuple(holders.get(verdict.device, ())))
+        _free_verdict(
+            verdict,
+            device_free_bytes[verdict.device],
+            tuple(holders.get(verdict.device, ())),
+            tuple(claims.get(verdict.device, ())),
+        )
         for verdict in verdicts
         if verdict.demands and verdict.total_bytes is not None
     )
 
 
-def _free_verdict(verdict: DeviceVerdict, free_bytes: int, holders: tuple[Holder, ...]) -> FreeVerdict:
+def _free_verdict(
+    verdict: DeviceVerdict, free_bytes: int, holders: tuple[Holder, ...], claims: tuple[Claim, ...]
+) -> FreeVerdict:
     used_bytes = (verdict.total_bytes or 0) - free_bytes
-    available_bytes = max(0, free_bytes - _pending_bytes(used_bytes, holders))
-    shortfall_bytes = max(0, (verdict.needed_bytes or 0) - available_bytes)
-    return FreeVerdict(verdict, free_bytes, available_bytes, shortfall_bytes, holders)
-
-
-def _pending_bytes(used_bytes: int, holders: Sequence[Holder]) -> int:
-    """What is claimed and not held yet, so that it still looks free.
-
-    Of a claimant whose figure the driver does not give, nobody knows what it took already; what is in use and
-    attributed to no one is taken to be its. Counting its claim in full would count the same bytes twice.
-    """
-    known = sum(holder.held_bytes for holder in holders if holder.held_bytes is not None)
-    pending = sum(
-        max(0, holder.claimed_bytes - holder.held_bytes) for holder in holders if holder.held_bytes is not None
+    available_bytes = max(0, free_bytes - pending_bytes(used_bytes, holders, claims))
+    return FreeVerdict(
+        verdict, free_bytes, available_bytes, foreign_holders(claims, holders), held_claims(claims, holders)
     )
-    unmeasured = sum(holder.claimed_bytes for holder in holders if holder.held_bytes is None)
-    return pending + max(0, unmeasured - max(0, used_bytes - known))
 
 
 def _free_finding(free: FreeVerdict) -> str:
-    claimed_bytes = free.free_bytes - free.available_bytes
-    claimed = f", of which {format_size(claimed_bytes)} is claimed by others" if claimed_bytes else ""
-    held = f" (in use: {', '.join(map(_holder_text, free.holders))})" if free.holders else ""
+    users = [_holder_text(holder) for holder in free.holders]
+    users += [f"{claimant(held.claim)} {_held_text(held.held_bytes)}" for held in free.claims]
+    in_use = f" (in use: {', '.join(users)})" if users else ""
     return (
-        f"{_need(free.verdict)}, but {format_size(free.free_bytes)} is free now{claimed}{held}, "
-        f"short by {format_size(free.shortfall_bytes)}; stop who holds it, or lower a budget or the reserve"
+        f"{_need(free.verdict)}, but {format_size(free.free_bytes)} is free now{in_use}, "
+        f"short by {format_size(free.free_shortfall_bytes)}; stop who holds it, or lower a budget or the reserve"
     )
 
 
+def _claim_finding(free: FreeVerdict) -> str:
+    claims = ", ".join(
+        f"{claimant(held.claim)} claims {format_size(held.claim.claimed_bytes)} and {_held_text(held.held_bytes)}"
+        for held in free.claims
+    )
+    return (
+        f"{_need(free.verdict)}, but of the {format_size(free.free_bytes)} free now {format_size(free.claimed_bytes)} "
+        f"is claimed by running deployments ({claims}), short by {format_size(free.shortfall_bytes)}; "
+        "stop one, or lower a budget or the reserve"
+    )
+
+
+def claimant(claim: Claim) -> str:
+    """How a claim's owner is named to people."""
+    return f"deployment {claim.deployment} (supervisor pid {claim.pid})"
+
+
+def process_text(holder: Holder) -> str:
+    """How a process is named to people."""
+    return f"pid {holder.pid} {holder.name}".rstrip()
+
+
 def _holder_text(holder: Holder) -> str:
-    who = f"pid {holder.pid} {holder.name}".rstrip()
-    held = "an unknown amount" if holder.held_bytes is None else format_size(holder.held_bytes)
-    claim = f", claims {format_size(holder.claimed_bytes)}" if holder.claimed_bytes else ""
-    return f"{who} holds {held}{claim}"
+    return f"{process_text(holder)} {_held_text(holder.held_bytes)}"
+
+
+def _held_text(held_bytes: int | None) -> str:
+    return f"holds {'an unknown amount' if held_bytes is None else format_size(held_bytes)}"

@@ -18,7 +18,7 @@ class ExitCode(IntEnum):
     STAGE_FAILED = 1
     """A stage failed; everything was cleaned up."""
     DOES_NOT_FIT_NOW = 2
-    """The plan fits the devices, but not beside what occupies them now."""
+    """The plan fits the devices, but not beside what occupies them or is claimed by others now."""
     USAGE = 64
     NO_DEVICE = 69
     """A device the deployment names is not there, or no driver answers."""
@@ -37,7 +37,7 @@ class ExitCode(IntEnum):
 EXIT_CODE_MEANINGS: dict[ExitCode, str] = {
     ExitCode.OK: "done",
     ExitCode.STAGE_FAILED: "a stage failed; clean-up complete",
-    ExitCode.DOES_NOT_FIT_NOW: "the plan does not fit now: other processes hold the memory",
+    ExitCode.DOES_NOT_FIT_NOW: "the plan does not fit now: others hold the memory or have claimed it",
     ExitCode.USAGE: "wrong usage of the command line",
     ExitCode.NO_DEVICE: "no usable device",
     ExitCode.INTERNAL: "internal error: our bug",
@@ -108,9 +108,21 @@ class NeverFitsError(FindingsError):
 
 
 class DoesNotFitNowError(FindingsError):
-    """The plan fits the devices, but other processes hold the memory now."""
+    """The plan fits the devices, but other processes hold the memory now, or other deployments have claimed it."""
 
     exit_code = ExitCode.DOES_NOT_FIT_NOW
+
+    def __init__(self, findings: tuple[str, ...], in_the_way: frozenset[str] = frozenset()) -> None:
+        super().__init__(findings)
+        self.in_the_way = in_the_way
+        """Who holds or claims memory of a device that is short."""
+        self.args = (findings, in_the_way)
+
+
+class AdmissionTimeoutError(FindingsError):
+    """The memory did not become free within the time given; the findings are the last ones."""
+
+    exit_code = ExitCode.TEMPORARY
 
 
 class NoDeviceError(FindingsError):

@@ -13,13 +13,16 @@ from typing import Any
 from stagelaunch.core.admission import (
     DeviceVerdict,
     FreeVerdict,
-    Holder,
     admission_findings,
+    claim_check,
+    claimant,
     device_verdicts,
     free_check,
     free_verdicts,
+    process_text,
 )
 from stagelaunch.core.budgets import Forecasts, context_term, forecast_ledger, plan_budgets
+from stagelaunch.core.claims import Claim, HeldClaim, Holder
 from stagelaunch.core.config import Deployment, Stage
 from stagelaunch.core.errors import DoesNotFitNowError, FindingsError, NeverFitsError, NoDeviceError
 from stagelaunch.core.groups import init_groups
@@ -82,11 +85,13 @@ class Plan:
     is forecast to need."""
     not_now: tuple[str, ...]
     """One finding per device that would do, were it not for who holds its memory now."""
+    claimed: tuple[str, ...]
+    """One finding per device of which other deployments have claimed too much."""
 
     @property
     def findings(self) -> tuple[str, ...]:
         """Everything that speaks against a boot."""
-        return self.unplanned + self.missing + self.over_full + self.not_now
+        return self.unplanned + self.missing + self.over_full + self.not_now + self.claimed
 
     @property
     def fits(self) -> bool:
@@ -102,11 +107,13 @@ def make_plan(
     forecasts: Forecasts | None = None,
     free_bytes: Mapping[int, int] | None = None,
     holders: Mapping[int, Collection[Holder]] | None = None,
+    claims: Mapping[int, Collection[Claim]] | None = None,
 ) -> Plan:
     """The plan of a deployment on devices with these totals, in bytes by device index.
 
     ``weights_bytes`` by stage id, as far as known; ``forecasts`` likewise, without which no auto budget is known. With
     ``free_bytes`` the plan also says what fits now; it must then have every device that has a total (KeyError).
+    ``claims`` are those of other deployments.
     """
     forecasts = forecasts or Forecasts(context_term(None))
     budgets = plan_budgets(deployment, device_totals, forecasts)
@@ -117,17 +124,19 @@ def make_plan(
     }
     verdicts = device_verdicts(asks, device_totals, deployment.reserve_bytes)
     known = [verdict for verdict in verdicts if verdict.total_bytes is not None]
-    fitting = [verdict for verdict in known if verdict.fits]
     findings = admission_findings(verdicts)
     over_full = [findings[verdict.device] for verdict in known if verdict.device in findings]
     stages = tuple(_stage_plan(stage, weights_bytes or {}, forecasts, verdicts) for stage in deployment.stages)
+    now = () if free_bytes is None else free_verdicts(verdicts, free_bytes, holders or {}, claims or {})
+    # Only of devices that could do: the others have their finding already.
+    fitting_now = [free for free in now if free.verdict.fits]
     return Plan(
         deployment=deployment.name,
         backend=deployment.backend,
         order=deployment.order,
         groups=tuple(tuple(group) for group in init_groups(deployment.stage_devices)),
         stages=stages,
-        devices=_device_plans(verdicts, free_bytes, holders or {}),
+        devices=_device_plans(verdicts, now),
         missing=tuple(findings[verdict.device] for verdict in verdicts if verdict.total_bytes is None),
         unplanned=budgets.findings,
         over_full=(
@@ -135,29 +144,36 @@ def make_plan(
             *_too_heavy(deployment.stages, verdicts, weights_bytes or {}),
             *_too_tight(deployment.stages, stages, verdicts),
         ),
-        # Only of devices that could do: the others have their finding already.
-        not_now=tuple(free_check(fitting, free_bytes, holders or {})) if free_bytes is not None else (),
+        not_now=tuple(free_check(fitting_now)),
+        claimed=tuple(claim_check(fitting_now)),
     )
 
 
 def make_plan_now(
     deployment: Deployment,
     devices: Collection[DeviceInfo],
+    claims: Mapping[int, Collection[Claim]],
     weights_bytes: Mapping[int, int] | None = None,
     forecasts: Forecasts | None = None,
 ) -> Plan:
-    """The plan of a deployment on the devices of this machine as they are now, free memory and holders included."""
+    """The plan of a deployment on the devices of this machine as they are now.
+
+    ``claims`` of other deployments, by device index.
+    """
     return make_plan(
         deployment,
         {info.index: info.total_bytes for info in devices},
         weights_bytes,
         forecasts=forecasts,
         free_bytes={info.index: info.free_bytes for info in devices},
-        holders={
-            info.index: [Holder(process.pid, process.size_bytes, name=process.name) for process in info.processes]
-            for info in devices
-        },
+        holders={info.index: device_holders(info) for info in devices},
+        claims=claims,
     )
+
+
+def device_holders(info: DeviceInfo) -> tuple[Holder, ...]:
+    """Who holds memory of a device."""
+    return tuple(Holder(process.pid, process.size_bytes, process.name) for process in info.processes)
 
 
 def refusal(plan: Plan) -> FindingsError | None:
@@ -169,7 +185,13 @@ def refusal(plan: Plan) -> FindingsError | None:
         return NeverFitsError(plan.findings)
     if plan.missing:
         return NoDeviceError(plan.findings)
-    return DoesNotFitNowError(plan.findings) if plan.not_now else None
+    return DoesNotFitNowError(plan.findings, _in_the_way(plan)) if plan.not_now or plan.claimed else None
+
+
+def _in_the_way(plan: Plan) -> frozenset[str]:
+    short = [device.free for device in plan.devices if device.free and device.free.shortfall_bytes]
+    processes = {process_text(holder) for free in short for holder in free.holders}
+    return frozenset(processes | {claimant(held.claim) for free in short for held in free.claims})
 
 
 def _stage_plan(
@@ -217,11 +239,8 @@ def _too_tight(stages: Sequence[Stage], planned: Sequence[StagePlan], verdicts: 
     return texts
 
 
-def _device_plans(
-    verdicts: Sequence[DeviceVerdict], free_bytes: Mapping[int, int] | None, holders: Mapping[int, Collection[Holder]]
-) -> tuple[DevicePlan, ...]:
-    found = free_verdicts(verdicts, free_bytes, holders) if free_bytes is not None else ()
-    free = {item.verdict.device: item for item in found}
+def _device_plans(verdicts: Sequence[DeviceVerdict], now: Sequence[FreeVerdict]) -> tuple[DevicePlan, ...]:
+    free = {item.verdict.device: item for item in now}
     return tuple(DevicePlan(verdict, free.get(verdict.device)) for verdict in verdicts)
 
 
@@ -296,4 +315,15 @@ def _device_json(device: DevicePlan, names: Mapping[int, str]) -> dict[str, Any]
         "free_bytes": None if free is None else free.free_bytes,
         "available_bytes": None if free is None else free.available_bytes,
         "shortfall_now_bytes": None if free is None else free.shortfall_bytes,
+        "claims": None if free is None else [_claim_json(held) for held in free.claims],
+    }
+
+
+def _claim_json(held: HeldClaim) -> dict[str, Any]:
+    claim = held.claim
+    return {
+        "deployment": claim.deployment,
+        "supervisor_pid": claim.pid,
+        "claimed_bytes": claim.claimed_bytes,
+        "held_bytes": held.held_bytes,
     }

@@ -27,6 +27,7 @@ def render_plan(plan: Plan) -> str:
             ),
         ],
         ["devices", *table([_DEVICE_HEAD, *map(_device_row, plan.devices)], right=range(1, 7), indent=2)],
+        *_claim_blocks(plan),
         ["steps of every stage", *table([("phase", "step", "device lock", "why"), *_step_rows()], indent=2)],
         [f"verdict: {_verdict(plan)}"],
     ]
@@ -38,7 +39,7 @@ def _headline(plan: Plan) -> str:
     return f"{plan.deployment}: {parts}, {plan.order} order, {plan.backend} devices"
 
 
-_DEVICE_HEAD = ("device", "total", "needed", "left", "short by", "free now", "short now by")
+_DEVICE_HEAD = ("device", "total", "needed", "left", "short by", "free now", "claimed", "short now by")
 
 
 def _count(number: int, word: str) -> str:
@@ -83,8 +84,28 @@ def _device_row(device: DevicePlan) -> Row:
         _size(verdict.needed_bytes),
         _size(device.left_bytes),
         _size(verdict.shortfall_bytes or None),
-        _size(None if free is None else free.available_bytes),
+        _size(None if free is None else free.free_bytes),
+        _size((free.claimed_bytes or None) if free else None),
         _size((free.shortfall_bytes or None) if free else None),
+    )
+
+
+def _claim_blocks(plan: Plan) -> list[list[str]]:
+    rows = [
+        (
+            str(device.verdict.device),
+            held.claim.deployment,
+            str(held.claim.pid),
+            format_size(held.claim.claimed_bytes),
+            _size(held.held_bytes),
+        )
+        for device in plan.devices
+        if device.free is not None
+        for held in device.free.claims
+    ]
+    head = ("device", "deployment", "supervisor pid", "claims", "holds")
+    return (
+        [["claims of running deployments", *table([head, *rows], right=range(3, len(head)), indent=2)]] if rows else []
     )
 
 
@@ -103,6 +124,7 @@ def _verdict(plan: Plan) -> str:
         return f"can never fit ({_count(len(plan.over_full), 'finding')})"
     if plan.missing:
         return f"{_count(len(plan.missing), 'device')} not there"
-    if plan.not_now:
-        return f"does not fit now ({_count(len(plan.not_now), 'device')} short)"
+    if plan.not_now or plan.claimed:
+        short = sum(1 for device in plan.devices if device.verdict.fits and device.free and device.free.shortfall_bytes)
+        return f"does not fit now ({_count(short, 'device')} short)"
     return "fits"

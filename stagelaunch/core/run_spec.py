@@ -42,6 +42,8 @@ class StageRun:
     env: Mapping[str, str]
     """Set in the worker before any library is imported."""
     log_path: Path
+    claim_id: str
+    """Of the claim that the deployment was admitted with; the worker says that its memory counts for it."""
     graphs_correction_bytes: int = 0
     """What an earlier capture of this stage took beyond its estimate, and 5 % more."""
 

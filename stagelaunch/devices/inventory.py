@@ -77,14 +77,17 @@ def _nvml() -> Iterator[Any]:
 
 def _device(nvml: Any, index: int) -> DeviceInfo:
     handle = nvml.nvmlDeviceGetHandleByIndex(index)
-    total_bytes, free_bytes = _memory(nvml, handle)
+    total_bytes, free_before_bytes = _memory(nvml, handle)
+    processes = tuple(DeviceProcess(pid, _name(pid), size) for pid, size in _running(nvml, handle))
+    # What a process took between the two answers must not look both free and held.
+    free_bytes = min(free_before_bytes, _memory(nvml, handle)[1])
     return DeviceInfo(
         index=index,
         uuid=_text(nvml.nvmlDeviceGetUUID(handle)),
         name=_text(nvml.nvmlDeviceGetName(handle)),
         total_bytes=total_bytes,
         free_bytes=free_bytes,
-        processes=tuple(DeviceProcess(pid, _name(pid), size) for pid, size in _running(nvml, handle)),
+        processes=processes,
     )
 
 

@@ -1,20 +1,26 @@
-"""Before anything is spawned: the checkpoint is whole, the devices are there, the plan fits them now."""
+"""Before anything is spawned: the checkpoint is whole, the devices are there, the plan fits now, and has its claim."""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
 from stagelaunch.config_file import LoadedDeployment
+from stagelaunch.core.claims import Claim, unattributed_bytes
 from stagelaunch.core.config import Deployment, Stage
 from stagelaunch.core.config_rules import ENGINE_QWEN3_OMNI
 from stagelaunch.core.errors import ConfigError, Fault
 from stagelaunch.core.inventory import DeviceInfo, SimulatedMachine
-from stagelaunch.core.plan import make_plan_now, refusal
+from stagelaunch.core.plan import Plan, device_holders, make_plan_now, refusal
 from stagelaunch.core.run_spec import StageRun
 from stagelaunch.devices.query import query_devices
 from stagelaunch.supervisor.runtime import Runtime
+from stagelaunch.supervisor.waiting import Patience, with_patience
+from stagelaunch.system.claims import Share, admission_mutex, hold_claims, new_claim_id, read_claims
+from stagelaunch.system.locks import LockDirectory
 from stagelaunch.weights.index import read_index
 from stagelaunch.weights.validate import validate
 
@@ -32,21 +38,63 @@ class Admitted:
     runs: tuple[StageRun, ...]
 
 
-async def admit(loaded: LoadedDeployment, machine: SimulatedMachine | None, runtime: Runtime) -> Admitted:
+async def admit(
+    loaded: LoadedDeployment,
+    machine: SimulatedMachine | None,
+    runtime: Runtime,
+    lock_dir: LockDirectory,
+    held: ExitStack,
+    patience: Patience | None = None,
+) -> Admitted:
     """Check everything that can be checked without starting a stage; every finding of the first check that fails.
 
-    Raises ConfigError, CheckpointError, NoDeviceError, NeverFitsError or DoesNotFitNowError.
+    The claim on its devices is made with that and is on ``held``, to be let go of when their memory is back. With
+    ``patience`` a plan that does not fit now is tried again. Raises ConfigError, CheckpointError, NoDeviceError,
+    NeverFitsError, DoesNotFitNowError, AdmissionTimeoutError, LockTimeoutError or LockDirectoryError.
     """
-    deployment = loaded.deployment
     _refuse_several_devices(loaded)
     weights = await asyncio.to_thread(check_checkpoint, loaded)
+
+    async def attempt() -> Admitted:
+        deployment = loaded.deployment
+        async with admission_mutex(lock_dir, deployment.name, deployment.timeouts.lock_s):
+            return await _admit_now(loaded, machine, runtime, lock_dir, held, weights)
+
+    return await with_patience(patience, attempt)
+
+
+async def _admit_now(
+    loaded: LoadedDeployment,
+    machine: SimulatedMachine | None,
+    runtime: Runtime,
+    lock_dir: LockDirectory,
+    held: ExitStack,
+    weights: Mapping[int, int],
+) -> Admitted:
+    """Read what is free and claimed, decide, claim; under the admission mutex."""
+    deployment = loaded.deployment
     listed = await query_devices(deployment.backend, machine, INVENTORY_TIMEOUT_S)
-    error = refusal(make_plan_now(deployment, listed, weights))
-    if error is not None:
-        raise error
     devices = {info.index: info for info in listed if info.index in deployment.device_indices}
-    runs = tuple(_stage_run(loaded, stage, devices, machine, runtime) for stage in deployment.stages)
+    claims = {index: read_claims(lock_dir, info.uuid) for index, info in devices.items()}
+    plan = make_plan_now(deployment, listed, claims, weights)
+    if (error := refusal(plan)) is not None:
+        raise error
+    claim_id = new_claim_id()
+    held.enter_context(hold_claims(lock_dir, claim_id, deployment.name, _shares(plan, devices, claims)))
+    runs = tuple(_stage_run(loaded, stage, devices, machine, runtime, claim_id) for stage in deployment.stages)
     return Admitted(devices, machine, runs)
+
+
+def _shares(plan: Plan, devices: Mapping[int, DeviceInfo], claims: Mapping[int, tuple[Claim, ...]]) -> dict[str, Share]:
+    """What the plan was admitted with, by device UUID."""
+    needs = {device.verdict.device: device.verdict.needed_bytes or 0 for device in plan.devices}
+    return {
+        info.uuid: Share(
+            needs[index],
+            unattributed_bytes(info.total_bytes - info.free_bytes, device_holders(info), claims[index]),
+        )
+        for index, info in devices.items()
+    }
 
 
 def check_checkpoint(loaded: LoadedDeployment) -> dict[int, int]:
@@ -85,6 +133,7 @@ def _stage_run(
     devices: dict[int, DeviceInfo],
     machine: SimulatedMachine | None,
     runtime: Runtime,
+    claim_id: str,
 ) -> StageRun:
     deployment = loaded.deployment
     info = devices[stage.devices[0]]
@@ -112,6 +161,7 @@ def _stage_run(
         options=stage.options,
         env=_environment(deployment, stage, info),
         log_path=runtime.log(stage.name),
+        claim_id=claim_id,
     )
 
 

@@ -40,6 +40,11 @@ def request(runtime: Runtime, method: str, path: str, timeout_s: float = 10.0) -
         response = connection.getresponse()
         body: dict[str, Any] = json.loads(response.read())
     except (FileNotFoundError, NotADirectoryError, ConnectionRefusedError) as error:
+        if runtime.waits_for_memory:
+            raise NotRunningError(
+                f"cannot reach deployment {name}: it waits for device memory (supervisor pid {runtime.live_pid()}) and "
+                f"no stage runs yet; wait, or end that with `stagelaunch down {runtime.argument}`"
+            ) from error
         raise NotRunningError(
             f"cannot reach deployment {name}: nothing answers at {runtime.socket}; "
             "it is not running, or its config names another runtime_dir: then give the config file"

@@ -7,6 +7,7 @@ import contextlib
 import signal
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -27,6 +28,7 @@ from stagelaunch.supervisor.control import ControlServer, Handlers
 from stagelaunch.supervisor.runtime import Runtime, write_atomically
 from stagelaunch.supervisor.status import status_body
 from stagelaunch.supervisor.supervisor import KILL_WAIT_S, Supervisor
+from stagelaunch.supervisor.waiting import Patience
 from stagelaunch.system.locks import LockDirectory, sweep
 
 ASK_SHARE = 0.8
@@ -47,13 +49,22 @@ class Listener:
 
 
 async def run_deployment(
-    loaded: LoadedDeployment, machine: SimulatedMachine | None, runtime: Runtime, listener: Listener
+    loaded: LoadedDeployment,
+    machine: SimulatedMachine | None,
+    runtime: Runtime,
+    listener: Listener,
+    wait_for_memory_s: float | None = None,
 ) -> Outcome:
-    """Claim, admit, boot, watch, stop, verify. Returns how it ended; raises only before anything was spawned."""
+    """Claim, admit, boot, watch, stop, verify. Returns how it ended; raises only before anything was spawned.
+
+    Until then a signal that would stop it ends it with CancelledError (Ctrl-C may also be KeyboardInterrupt).
+    """
     runtime.create()
-    with runtime.claim():
+    with runtime.claim(), ExitStack() as held:
+        _cancel_on_signals()
         lock_dir = LockDirectory(loaded.lock_dir)
-        admitted = await admit(loaded, machine, runtime)
+        patience = None if wait_for_memory_s is None else Patience(wait_for_memory_s, listener.say, runtime)
+        admitted = await admit(loaded, machine, runtime, lock_dir, held, patience)
         admitted = _with_corrections(admitted, runtime, listener)
         write_atomically(runtime.run_file, runs_to_json(admitted.runs))
         runtime.write_state("booting", config=str(loaded.path))
@@ -76,6 +87,20 @@ def _with_corrections(admitted: Admitted, runtime: Runtime, listener: Listener) 
             size = format_size(run.graphs_correction_bytes)
             listener.say(f"{run.name}: {size} less KV cache than estimated: an earlier boot found its graphs larger")
     return replace(admitted, runs=runs)
+
+
+def _cancel_on_signals() -> None:
+    """Until there is a session that stops in good order there is nothing to stop: leave. It takes the signals over."""
+    loop, task = asyncio.get_running_loop(), asyncio.current_task()
+    assert task is not None
+    for number in _stop_signals():
+        loop.add_signal_handler(number, task.cancel)
+
+
+def _stop_signals() -> tuple[signal.Signals, ...]:
+    # Under nohup a closed terminal is to be ignored; otherwise it ends what ran in it, in good order.
+    hang_up = () if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else (signal.SIGHUP,)
+    return (signal.SIGTERM, signal.SIGINT, *hang_up)
 
 
 class _Session:
@@ -140,8 +165,7 @@ class _Session:
         loop = asyncio.get_running_loop()
         loop.add_signal_handler(signal.SIGTERM, self._supervisor.request_stop, "SIGTERM")
         loop.add_signal_handler(signal.SIGINT, self._interrupt)
-        # Under nohup a closed terminal is to be ignored; otherwise it ends what ran in it, in good order.
-        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+        if signal.SIGHUP in _stop_signals():
             loop.add_signal_handler(signal.SIGHUP, self._supervisor.request_stop, "its terminal was closed (SIGHUP)")
 
     def _interrupt(self) -> None:

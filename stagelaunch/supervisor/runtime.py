@@ -134,6 +134,11 @@ class Runtime:
             return {}
         return body if isinstance(body, dict) else {}
 
+    @property
+    def waits_for_memory(self) -> bool:
+        """Whether its supervisor lives and waits to be admitted: then no stage runs and nothing answers."""
+        return self.live_pid() is not None and self.read_state().get("state") == "waiting"
+
     def live_pid(self) -> int | None:
         """The supervisor that runs now: recorded pid, start time and boot id must all be those of a live process."""
         state = self.read_state()

@@ -5,6 +5,8 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 _PR_SET_PDEATHSIG = 1
@@ -46,6 +48,45 @@ def own_pids() -> tuple[int, ...]:
 def boot_id() -> str:
     """Identity of this boot of the machine."""
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+
+
+@dataclass(frozen=True)
+class Identity:
+    """What names a process for good."""
+
+    pid: int
+    start: int
+    boot: str
+    pid_namespace: int
+    """In which ``pid`` counts: elsewhere it is another process, or none."""
+
+    @classmethod
+    def of_self(cls) -> Identity:
+        """Of this process."""
+        start = start_time(os.getpid())
+        assert start is not None
+        return cls(os.getpid(), start, boot_id(), _pid_namespace())
+
+    def is_surely_dead(self) -> bool:
+        """Whether that process cannot be alive; False also where this process cannot know."""
+        if self.boot != boot_id():
+            return True
+        if self.pid_namespace != _pid_namespace():
+            return False
+        try:
+            # Signal 0 sends nothing. /proc alone will not do: it can be mounted to hide the processes of others.
+            os.kill(self.pid, 0)
+        except ProcessLookupError:
+            return True
+        except PermissionError:
+            pass
+        with suppress(OSError):
+            return start_time(self.pid) not in (None, self.start)
+        return False
+
+
+def _pid_namespace() -> int:
+    return os.stat("/proc/self/ns/pid").st_ino
 
 
 def signal_name(number: int) -> str:

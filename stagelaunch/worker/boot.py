@@ -45,7 +45,7 @@ def engine_spec(run: StageRun) -> EngineSpec:
 class Boot:
     """Walks one engine on one device from context to captured graphs. ``walk`` is called once.
 
-    ``on_identity`` hears the pid under which the driver knows this process, where it can be told.
+    ``on_identity`` hears the pid under which the driver knows this process; None where that cannot be told.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class Boot:
         device: Device,
         locks: DeviceLocks,
         reporter: Reporter,
-        on_identity: Callable[[int], None] = lambda pid: None,
+        on_identity: Callable[[int | None], None] = lambda pid: None,
     ) -> None:
         self._run = run
         self._engine = engine
@@ -116,8 +116,8 @@ class Boot:
 
     def _create_context(self) -> Term:
         context = self._memory.create_context()
-        if self._memory.identity is not None:
-            self._on_identity(self._memory.identity.pid)
+        identity = self._memory.identity
+        self._on_identity(None if identity is None else identity.pid)
         return context
 
     def _load(self) -> None:

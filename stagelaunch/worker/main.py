@@ -49,6 +49,7 @@ def _boot_and_serve(stage: StageRun, reporter: Reporter, channel: socket.socket)
         # Imported here: torch takes seconds, and its environment must be set before.
         from stagelaunch.devices.factory import open_device
         from stagelaunch.engines.base import create_engine
+        from stagelaunch.system.claims import publish_member
         from stagelaunch.system.locks import DeviceLocks, LockDirectory
         from stagelaunch.worker.boot import Boot, engine_spec
 
@@ -60,7 +61,13 @@ def _boot_and_serve(stage: StageRun, reporter: Reporter, channel: socket.socket)
         # What was imported stays for good: collections during the boot need not look at it again.
         gc.collect()
         gc.freeze()
-    Boot(stage, engine, device, locks, reporter).walk()
+    memberships = []
+
+    def join_claim(driver_pid: int | None) -> None:
+        # Kept for life: to others this process's memory counts for the deployment's claim as long as the record lives.
+        memberships.append(publish_member(stage.lock_dir, stage.device_uuid, stage.claim_id, driver_pid))
+
+    Boot(stage, engine, device, locks, reporter, join_claim).walk()
     reporter.ready()
     for message in _requests(channel):
         match message:
@@ -71,6 +78,8 @@ def _boot_and_serve(stage: StageRun, reporter: Reporter, channel: socket.socket)
     reporter.current = Phase.STOP
     engine.close()
     device.close()
+    for membership in memberships:
+        membership.close()
 
 
 def _probe(engine: Engine, request_id: int) -> m.Probed:

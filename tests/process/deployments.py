@@ -122,7 +122,7 @@ class Site:
         for info in self.devices().values():
             assert (info.free_bytes, info.processes) == (info.total_bytes - foreign.get(info.index, 0), ())
             assert holders(self.directory / "locks", info.uuid) == ()
-        assert {path.suffix for path in (self.directory / "locks").iterdir()} <= {".gate", ".data"}
+        assert {path.suffix for path in (self.directory / "locks").iterdir()} <= {".gate", ".data", ".lock"}
         assert not (self.directory / "run" / "site" / "control.sock").exists()
 
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from stagelaunch.core.errors import NoDeviceError
 from stagelaunch.core.inventory import SimulatedMachine
+from stagelaunch.devices import inventory
 from stagelaunch.devices.query import query_devices, query_devices_sync
 from stagelaunch.devices.simfile import SimulatedFile
 
@@ -17,6 +19,7 @@ TIMEOUT_S = 20.0
 OWN_BYTES = """
 import os, sys
 from pathlib import Path
+from types import SimpleNamespace
 from stagelaunch.core.inventory import SimulatedMachine
 from stagelaunch.devices.inventory import own_cuda_bytes
 from stagelaunch.devices.simfile import SimulatedFile
@@ -175,3 +178,15 @@ def test_neither_torch_nor_nvml_reaches_the_supervisor(spawn):
 def test_the_inventory_needs_no_torch(spawn):
     child = spawn("import sys, stagelaunch.devices.inventory; print('torch' in sys.modules, 'pynvml' in sys.modules)")
     assert child.stdout.readline().strip() == "False False"
+
+
+def test_what_a_process_takes_while_the_driver_is_asked_is_not_free(monkeypatch):
+    # Between the two answers for free memory the process table is read, which already has the 300 bytes.
+    answers = iter([(1000, 900), (1000, 600)])
+    monkeypatch.setattr(inventory, "_memory", lambda nvml, handle: next(answers))
+    monkeypatch.setattr(inventory, "_running", lambda nvml, handle: [(os.getpid(), 400)])
+    driver = SimpleNamespace(
+        nvmlDeviceGetHandleByIndex=str, nvmlDeviceGetUUID=lambda _: "GPU-0", nvmlDeviceGetName=lambda _: "H100"
+    )
+    info = inventory._device(driver, 0)
+    assert (info.free_bytes, info.processes[0].size_bytes) == (600, 400)

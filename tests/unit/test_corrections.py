@@ -12,7 +12,7 @@ from stagelaunch.supervisor.corrections import plan_key, recall, remember
 
 RUN = StageRun(
     "d", 3, "talker", "simulated", 1, "SIM-1", None, Path("/l"), 2.5, "e", "talker", Path("/c"), "auto", 0.5,
-    None, 1, 2, 3, 4, (8, 4), {"a": "b"}, {"X": "1"}, Path("/log"),
+    None, 1, 2, 3, 4, (8, 4), {"a": "b"}, {"X": "1"}, Path("/log"), "claim",
 )  # fmt: skip
 CORRECTED = replace(RUN, graphs_correction_bytes=7)
 

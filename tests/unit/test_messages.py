@@ -60,7 +60,7 @@ def test_a_run_survives_its_file() -> None:
     machine = SimulatedMachine(Path("/m"), {0: 10, 1: 20}, 5, 1.5)
     run = StageRun(
         "d", 3, "talker", "simulated", 1, "SIM-1", machine, Path("/l"), 2.5, "e", "talker", Path("/c"), "auto", 0.5,
-        None, 1, 2, 3, 4, (8, 4), {"a": "b"}, {"X": "1"}, Path("/log"),
+        None, 1, 2, 3, 4, (8, 4), {"a": "b"}, {"X": "1"}, Path("/log"), "c0ffee",
     )  # fmt: skip
     assert run_from_json(runs_to_json((run,)), 3) == run
     with pytest.raises(KeyError):

@@ -8,7 +8,7 @@ import pytest
 
 from stagelaunch.cli.plan import parse_device_totals
 from stagelaunch.config_file import load_deployment
-from stagelaunch.core.admission import Holder
+from stagelaunch.core.claims import Claim, Holder
 from stagelaunch.core.config import Deployment, to_raw
 from stagelaunch.core.errors import DoesNotFitNowError, NeverFitsError, NoDeviceError, UsageError
 from stagelaunch.core.phases import STEPS
@@ -49,6 +49,7 @@ def test_the_shipped_deployment_on_two_cards() -> None:
         "free_bytes": None,
         "available_bytes": None,
         "shortfall_now_bytes": None,
+        "claims": None,
     }
     assert json.loads(json.dumps(body)) == body
 
@@ -117,6 +118,36 @@ def test_what_is_free_now_decides_last() -> None:
     assert "pid 4711 python holds 21.00 GiB" in plan.findings[0]
     assert plan_to_json(plan)["devices"][1]["shortfall_now_bytes"] == GIB
     assert make_plan(H100, totals, free_bytes={**free, 1: 60 * GIB}, holders=held).fits
+
+
+def test_what_others_have_claimed_counts_beside_what_is_free() -> None:
+    totals = {0: 80 * GIB, 1: 80 * GIB}
+    held = {0: [], 1: [Holder(77, 5 * GIB)]}
+    claims = {1: [Claim("c0ffee", "chat", 4711, 20 * GIB, member_pids=frozenset({77}))]}
+    free = {0: 80 * GIB, 1: 75 * GIB}
+    assert make_plan(H100, totals, free_bytes=free, holders=held, claims=claims).fits
+    claims[1] = [*claims[1], Claim("cafe", "draw", 4712, GIB)]
+    plan = make_plan(H100, totals, free_bytes=free, holders=held, claims=claims)
+    error = refusal(plan)
+    assert isinstance(error, DoesNotFitNowError)
+    assert error.in_the_way == {"deployment chat (supervisor pid 4711)", "deployment draw (supervisor pid 4712)"}
+    assert (len(plan.not_now), len(plan.claimed), plan.findings) == (0, 1, plan.claimed)
+    body = plan_to_json(plan)["devices"][1]
+    assert (body["available_bytes"], body["shortfall_now_bytes"]) == (59 * GIB, GIB)
+    assert body["claims"] == [
+        {"deployment": "chat", "supervisor_pid": 4711, "claimed_bytes": 20 * GIB, "held_bytes": 5 * GIB},
+        {"deployment": "draw", "supervisor_pid": 4712, "claimed_bytes": GIB, "held_bytes": None},
+    ]
+    text = render_plan(plan)
+    assert [line.split() for line in text.splitlines() if "471" in line] == [
+        ["1", "chat", "4711", "20.00", "GiB", "5.00", "GiB"],
+        ["1", "draw", "4712", "1.00", "GiB", "-"],
+    ]
+    assert text.endswith("verdict: does not fit now (1 device short)")
+    # Not even free: both are said, and the device is short once.
+    plan = make_plan(H100, totals, free_bytes={**free, 1: GIB}, holders=held, claims=claims)
+    assert (len(plan.not_now), len(plan.claimed)) == (1, 1)
+    assert render_plan(plan).endswith("verdict: does not fit now (1 device short)")
 
 
 def test_a_device_that_can_never_do_is_not_reported_twice() -> None:
