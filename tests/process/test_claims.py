@@ -8,7 +8,6 @@ import errno
 import fcntl
 import json
 import os
-import resource
 import signal
 import subprocess
 import sys
@@ -175,26 +174,17 @@ def test_another_user_reads_a_claim_but_not_what_is_closed_to_it() -> None:
         assert seen.stdout.strip() == "['omni']"
 
 
-def test_records_that_cannot_be_read_for_want_of_descriptors_are_an_error(directory: LockDirectory) -> None:
-    with hold_claims(directory, "c", "omni", SHARE), ExitStack() as files:
-        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        files.callback(resource.setrlimit, resource.RLIMIT_NOFILE, (soft, hard))
-        # Room for listing the directory, which is closed again, and not for one more.
-        spare = os.dup(0)
-        os.close(spare)
-        keeper = os.open(directory, os.O_RDONLY)
-        files.callback(os.close, keeper)
-        real = os.listdir
+def test_records_that_cannot_be_read_for_want_of_descriptors_are_an_error(
+    directory: LockDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(path: Path, *_: object) -> int:
+        raise OSError(errno.EMFILE, "Too many open files", str(path))
 
-        def then_full(path: Path) -> list[str]:
-            found = real(path)
-            resource.setrlimit(resource.RLIMIT_NOFILE, (keeper, hard))
-            return found
-
-        os.listdir = then_full  # type: ignore[assignment]
-        files.callback(setattr, os, "listdir", real)
+    with hold_claims(directory, "c", "omni", SHARE):
+        monkeypatch.setattr(os, "open", full)
         with pytest.raises(LockDirectoryError, match="Too many open files"):
             read_claims(directory, GPU)
+        monkeypatch.undo()
 
 
 # Who is dead

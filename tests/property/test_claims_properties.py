@@ -116,3 +116,13 @@ def test_a_driver_that_hides_everything_does_not_keep_the_second_deployment_out(
     assert ask(500, [running], foreign, 101) is None
     assert ask(500, [publish(running, "unknown")], foreign, 101) is not None
     assert ask(501, [publish(running, "unknown")], foreign, 101) is None
+
+
+def test_what_an_earlier_deployment_held_is_not_taken_for_foreign_once_it_is_gone() -> None:
+    foreign = Foreign(0, 100, 0)
+    first = ask(400, [], foreign, 100)
+    assert first is not None
+    second = ask(400, [publish(Deployment(first, 400, "hidden"), "unknown")], foreign, 101)
+    assert second is not None
+    alone = publish(Deployment(second, 400, "hidden"), "unknown")
+    assert ask(500, [alone], foreign, 102) is not None
