@@ -22,7 +22,7 @@ from stagelaunch.core.admission import (
 from stagelaunch.core.config import Deployment, Stage
 from stagelaunch.core.errors import DoesNotFitNowError, FindingsError, NeverFitsError, NoDeviceError
 from stagelaunch.core.groups import init_groups
-from stagelaunch.core.inventory import DeviceInfo
+from stagelaunch.core.identity import Resolution
 from stagelaunch.core.phases import STEPS
 from stagelaunch.core.units import format_size
 
@@ -46,6 +46,8 @@ class DevicePlan:
     verdict: DeviceVerdict
     free: FreeVerdict | None
     """Against what is free now; None where nobody asked the machine, or no stage uses the device."""
+    uuid: str | None = None
+    """Which device it is; how the config names one that is not there; None for a mere number."""
 
     @property
     def left_bytes(self) -> int | None:
@@ -90,17 +92,20 @@ def make_plan(
     *,
     free_bytes: Mapping[int, int] | None = None,
     holders: Mapping[int, Collection[Holder]] | None = None,
+    uuids: Mapping[int, str] | None = None,
+    absent: Mapping[int, str] | None = None,
 ) -> Plan:
     """The plan of a deployment on devices with these totals, in bytes by device index.
 
     ``weights_bytes`` by stage id, as far as known. With ``free_bytes`` the plan also says what fits now; it must then
-    have every device that has a total (KeyError).
+    have every device that has a total (KeyError). ``absent`` has the finding for a device without a total, where more
+    is known than that it is not there.
     """
-    asks = {stage.id: (stage.devices, stage.demand) for stage in deployment.stages}
+    asks = {stage.id: (stage.device_indices, stage.demand) for stage in deployment.stages}
     verdicts = device_verdicts(asks, device_totals, deployment.reserve_bytes)
     known = [verdict for verdict in verdicts if verdict.total_bytes is not None]
     fitting = [verdict for verdict in known if verdict.fits]
-    findings = admission_findings(verdicts)
+    findings = {**admission_findings(verdicts), **(absent or {})}
     over_full = [findings[verdict.device] for verdict in known if verdict.device in findings]
     return Plan(
         deployment=deployment.name,
@@ -108,7 +113,7 @@ def make_plan(
         order=deployment.order,
         groups=tuple(tuple(group) for group in init_groups(deployment.stage_devices)),
         stages=tuple(_stage_plan(stage, weights_bytes or {}) for stage in deployment.stages),
-        devices=_device_plans(verdicts, free_bytes, holders or {}),
+        devices=_device_plans(verdicts, free_bytes, holders or {}, uuids or {}),
         missing=tuple(findings[verdict.device] for verdict in verdicts if verdict.total_bytes is None),
         over_full=(*over_full, *_too_heavy(deployment.stages, verdicts, weights_bytes or {})),
         # Only of devices that could do: the others have their finding already.
@@ -116,12 +121,11 @@ def make_plan(
     )
 
 
-def make_plan_now(
-    deployment: Deployment, devices: Collection[DeviceInfo], weights_bytes: Mapping[int, int] | None = None
-) -> Plan:
-    """The plan of a deployment on the devices of this machine as they are now, free memory and holders included."""
+def make_plan_now(deployment: Deployment, resolved: Resolution, weights_bytes: Mapping[int, int] | None = None) -> Plan:
+    """The plan of a deployment on the devices it means on this machine, free memory and holders of now included."""
+    devices = resolved.devices
     return make_plan(
-        deployment,
+        deployment.on_devices(resolved.numbers),
         {info.index: info.total_bytes for info in devices},
         weights_bytes,
         free_bytes={info.index: info.free_bytes for info in devices},
@@ -129,6 +133,8 @@ def make_plan_now(
             info.index: [Holder(process.pid, process.size_bytes, name=process.name) for process in info.processes]
             for info in devices
         },
+        uuids={**{info.index: info.uuid for info in devices}, **resolved.written},
+        absent=resolved.absent,
     )
 
 
@@ -145,15 +151,18 @@ def refusal(plan: Plan) -> FindingsError | None:
 
 
 def _stage_plan(stage: Stage, weights_bytes: Mapping[int, int]) -> StagePlan:
-    return StagePlan(stage.id, stage.name, stage.devices, stage.capture_sizes, weights_bytes.get(stage.id))
+    return StagePlan(stage.id, stage.name, stage.device_indices, stage.capture_sizes, weights_bytes.get(stage.id))
 
 
 def _device_plans(
-    verdicts: Sequence[DeviceVerdict], free_bytes: Mapping[int, int] | None, holders: Mapping[int, Collection[Holder]]
+    verdicts: Sequence[DeviceVerdict],
+    free_bytes: Mapping[int, int] | None,
+    holders: Mapping[int, Collection[Holder]],
+    uuids: Mapping[int, str],
 ) -> tuple[DevicePlan, ...]:
     found = free_verdicts(verdicts, free_bytes, holders) if free_bytes is not None else ()
     free = {item.verdict.device: item for item in found}
-    return tuple(DevicePlan(verdict, free.get(verdict.device)) for verdict in verdicts)
+    return tuple(DevicePlan(verdict, free.get(verdict.device), uuids.get(verdict.device)) for verdict in verdicts)
 
 
 def _too_heavy(
@@ -207,6 +216,7 @@ def _device_json(device: DevicePlan, names: Mapping[int, str]) -> dict[str, Any]
     verdict, free = device.verdict, device.free
     return {
         "id": verdict.device,
+        "uuid": device.uuid,
         "total_bytes": verdict.total_bytes,
         "demands": [
             {

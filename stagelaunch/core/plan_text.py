@@ -18,7 +18,7 @@ def render_plan(plan: Plan) -> str:
         [_headline(plan)],
         ["boot order", *_order_lines(plan, stages)],
         ["memory", *_table(("device", "stage", "budget", "reserve", "weights"), _memory_rows(plan, stages))],
-        ["devices", *_table(_DEVICE_HEAD, [_device_row(device) for device in plan.devices])],
+        ["devices", *_device_table(plan)],
         ["steps of every stage", *_table(("phase", "step", "device lock", "why"), _step_rows())],
         [f"verdict: {_verdict(plan)}"],
     ]
@@ -65,6 +65,15 @@ def _memory_rows(plan: Plan, stages: dict[int, StagePlan]) -> list[Row]:
         for device in plan.devices
         for demand in device.verdict.demands
     ]
+
+
+def _device_table(plan: Plan) -> list[str]:
+    lines = [_DEVICE_HEAD, *map(_device_row, plan.devices)]
+    # Numbers alone, for a machine that is not at hand: nothing to tell apart.
+    if any(device.uuid for device in plan.devices):
+        uuids = ("uuid", *(device.uuid or "-" for device in plan.devices))
+        lines = [(*line, uuid) for line, uuid in zip(lines, uuids)]
+    return _table(lines[0], lines[1:])
 
 
 def _device_row(device: DevicePlan) -> Row:
