@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import difflib
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,8 @@ from pydantic_core import ErrorDetails
 from stagelaunch.core.config import SECTIONS, Deployment, Stage, key_names
 from stagelaunch.core.config_rules import Loc, all_conflicts, path_text
 from stagelaunch.core.errors import ConfigError, Fault
-from stagelaunch.core.inventory import SimulatedMachine
+from stagelaunch.core.identity import Resolution, cuda_view, resolve, view
+from stagelaunch.core.inventory import Inventory, SimulatedMachine
 from stagelaunch.yaml_tree import AGAIN, Tree, TreeError, parse_tree
 
 MAX_FILE_BYTES = 1024 * 1024
@@ -65,6 +66,18 @@ class LoadedDeployment:
             context_bytes=simulated.context_bytes,
             transfer_bytes_per_s=simulated.transfer_bytes_per_s,
         )
+
+    def resolve(self, inventory: Inventory, environment: Mapping[str, str]) -> Resolution:
+        """The devices the stages mean on this machine, for a CUDA program in ``environment``.
+
+        ConfigError for a stage that names one device twice, NoDeviceError for a CUDA_VISIBLE_DEVICES that is no list.
+        """
+        seen = cuda_view(inventory, environment) if self.deployment.backend == "cuda" else view(inventory)
+        resolution = resolve(self.deployment.stage_refs, seen)
+        if resolution.twice:
+            shown = str(self.path)
+            raise ConfigError(tuple(Fault(shown, None, path_text(c.loc), c.text) for c in resolution.twice))
+        return resolution
 
     def _resolve(self, written: str) -> Path:
         # normpath, not resolve(): a link to a checkpoint should show up in messages as the user wrote it.
@@ -173,6 +186,7 @@ _WANTED = {
     "int": "a whole number",
     "float": "a number",
     "finite": "a finite number",
+    "device": "a device number or a UUID like GPU-8932f937",
     "model": "a section of 'key: value' lines",
     "dict": "a section of 'key: value' lines",
     "tuple": "a list like [0, 1]",

@@ -8,17 +8,19 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 import json
+import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import click
 
-from stagelaunch.cli.machine import list_devices, simulated_machine
+from stagelaunch.cli.machine import list_devices
 from stagelaunch.config_file import LoadedDeployment, load_deployment
 from stagelaunch.core.config import Deployment
 from stagelaunch.core.errors import ExitCode, LockDirectoryError, NoDeviceError
-from stagelaunch.core.inventory import DeviceInfo, device_to_json
+from stagelaunch.core.identity import Resolution, cuda_view
+from stagelaunch.core.inventory import DeviceInfo, Inventory, device_to_json
 from stagelaunch.core.units import format_size
 from stagelaunch.engines.versions import TRANSFORMERS_MINOR
 from stagelaunch.supervisor.runtime import default_runtime_dir, list_runtimes
@@ -41,29 +43,47 @@ class Check:
 def doctor(config: Path | None, as_json: bool) -> ExitCode:
     """Check devices, driver, libraries, lock directory and leftovers of earlier runs."""
     loaded = None if config is None else load_deployment(config)
-    devices, device_check = check_devices(loaded)
+    devices, device_checks = check_devices(loaded)
     lock_dir = Path(Deployment.model_fields["lock_dir"].default) if loaded is None else loaded.lock_dir
     base = default_runtime_dir() if loaded is None else loaded.runtime_dir or default_runtime_dir()
-    checks = [device_check, *check_libraries(), *check_locks(lock_dir, devices), check_leftovers(base)]
+    checks = [*device_checks, *check_libraries(), *check_locks(lock_dir, devices), check_leftovers(base)]
     click.echo(json.dumps(to_json(devices, checks), indent=2) if as_json else render(devices, checks))
     # A bad lock directory outweighs a missing device: it is wrong on any machine.
     return max((check.exit_code for check in checks if not check.ok), default=ExitCode.OK)
 
 
-def check_devices(loaded: LoadedDeployment | None) -> tuple[tuple[DeviceInfo, ...], Check]:
-    """The devices of the backend, and whether those the config names are there."""
-    backend = "cuda" if loaded is None else loaded.deployment.backend
+def check_devices(loaded: LoadedDeployment | None) -> tuple[tuple[DeviceInfo, ...], list[Check]]:
+    """The devices of the backend that can be used here, and whether those the config names are among them."""
+    inventory = Inventory(())
     try:
-        devices = list_devices(backend, None if loaded is None else simulated_machine(loaded))
+        inventory = list_devices(loaded)
+        resolved = None if loaded is None else loaded.resolve(inventory, os.environ)
+        devices = cuda_view(inventory, os.environ).devices if resolved is None else resolved.devices
     except NoDeviceError as error:
-        return (), Check("devices", False, "; ".join(error.findings), ExitCode.NO_DEVICE)
-    there = {info.index for info in devices}
-    absent = [] if loaded is None else [index for index in loaded.deployment.device_indices if index not in there]
-    if absent or not devices:
-        names = ", ".join(map(str, absent))
-        text = f"device {names} of the config is not there" if absent else f"no {backend} device"
-        return devices, Check("devices", False, text, ExitCode.NO_DEVICE)
-    return devices, Check("devices", True, f"{len(devices)} {backend}")
+        return inventory.devices, [Check("devices", False, "; ".join(error.findings), ExitCode.NO_DEVICE)]
+    others = [
+        Check(f"device {device.uuid or device.index}", device.is_cut, f"not usable: {device.reason}")
+        for device in inventory.unusable
+    ]
+    return devices, [_device_check(loaded, inventory, devices, resolved), *others]
+
+
+def _device_check(
+    loaded: LoadedDeployment | None,
+    inventory: Inventory,
+    devices: tuple[DeviceInfo, ...],
+    resolved: Resolution | None,
+) -> Check:
+    backend = "cuda" if loaded is None else loaded.deployment.backend
+    hidden = len(inventory.devices) - len(devices)
+    note = f"; {hidden} more hidden by CUDA_VISIBLE_DEVICES" if hidden else ""
+    if resolved is not None and resolved.absent:
+        names = ", ".join(resolved.written[number] for number in resolved.absent)
+        texts = "; ".join([f"device {names} of the config is not there{note}", *resolved.absent.values()])
+        return Check("devices", False, texts, ExitCode.NO_DEVICE)
+    if not devices:
+        return Check("devices", False, f"no {backend} device{note}", ExitCode.NO_DEVICE)
+    return Check("devices", True, f"{len(devices)} {backend}{note}")
 
 
 def check_libraries() -> list[Check]:

@@ -7,10 +7,7 @@ from pathlib import Path
 
 from stagelaunch.config_file import LoadedDeployment
 from stagelaunch.core.claims import Claim
-from stagelaunch.core.inventory import DeviceInfo, SimulatedMachine
-
-INVENTORY_TIMEOUT_S = 30.0
-"""How long the driver may take to list its devices; it can hang in the kernel."""
+from stagelaunch.core.inventory import DeviceInfo, Inventory, SimulatedMachine
 
 
 def simulated_machine(loaded: LoadedDeployment) -> SimulatedMachine | None:
@@ -20,12 +17,18 @@ def simulated_machine(loaded: LoadedDeployment) -> SimulatedMachine | None:
     return loaded.machine(default_simulated_file())
 
 
-def list_devices(backend: str, machine: SimulatedMachine | None) -> tuple[DeviceInfo, ...]:
-    """The devices as they are now. NoDeviceError when there is no driver, or it does not answer in time."""
-    # Imported on use: with totals given by hand, a plan needs none of it.
-    from stagelaunch.devices.query import query_devices_sync
+def list_devices(loaded: LoadedDeployment | None) -> Inventory:
+    """The devices as they are now, of the config's backend or cuda.
 
-    return query_devices_sync(backend, machine, INVENTORY_TIMEOUT_S)
+    NoDeviceError when there is no driver, or nothing answers in time.
+    """
+    # Imported on use: with totals given by hand, a plan needs none of it.
+    from stagelaunch.devices.query import INVENTORY_TIMEOUT_S, query_devices_sync
+
+    if loaded is None:
+        return query_devices_sync("cuda", None, INVENTORY_TIMEOUT_S)
+    deployment = loaded.deployment
+    return query_devices_sync(deployment.backend, simulated_machine(loaded), deployment.timeouts.driver_s)
 
 
 def list_claims(lock_dir: Path, devices: Collection[DeviceInfo]) -> dict[int, tuple[Claim, ...]]:

@@ -81,7 +81,7 @@ def _readings(term: dict[str, Any]) -> str:
 
 
 def _devices(body: dict[str, Any]) -> str:
-    rows = [("device", "total", "free before", "free now", "given to stages", "held by stages")]
+    rows = [("device", "total", "free before", "free now", "given to stages", "held by stages", "uuid")]
     for device in body["devices"]:
         here = [stage for stage in body["stages"] if stage["device"] == device["index"]]
         budgets = sum(stage["ledger"]["terms"]["budget"]["bytes"] for stage in here if stage["ledger"])
@@ -91,7 +91,7 @@ def _devices(body: dict[str, Any]) -> str:
         rows.append(
             (str(device["index"]), format_size(device["total_bytes"]), format_size(device["free_before_bytes"]),
              format_size(device["free_bytes"]), format_size(budgets) if budgets else "-",
-             format_size(sum(known)) if known else "-")
+             format_size(sum(known)) if known else "-", device["uuid"])
         )  # fmt: skip
     return _page(rows, right=range(6))
 

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import json
-import re
-from collections.abc import Mapping, Sequence
+import os
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 import click
 
-from stagelaunch.cli.machine import list_claims, list_devices, simulated_machine
+from stagelaunch.cli.machine import list_claims, list_devices
 from stagelaunch.config_file import LoadedDeployment, load_deployment
+from stagelaunch.core.config import Deployment
 from stagelaunch.core.config_rules import ENGINE_QWEN3_OMNI
 from stagelaunch.core.errors import CheckpointError, UsageError
+from stagelaunch.core.identity import DeviceRef, number_refs, read_ref
 from stagelaunch.core.plan import Plan, make_plan, make_plan_now, plan_to_json, refusal
 from stagelaunch.core.plan_text import render_plan
 from stagelaunch.core.units import parse_size
@@ -27,8 +29,9 @@ _SHOWN_FAULTS = 3
     "--device-total",
     "device_totals",
     multiple=True,
-    metavar="SIZE|N=SIZE,...",
-    help="Plan for devices of this size (80GiB, or 0=80GiB,1=141GiB) instead of the ones at hand. Repeatable.",
+    metavar="SIZE|DEVICE=SIZE,...",
+    help="Plan for devices of this size (80GiB, or 0=80GiB,GPU-8932f937=141GiB) instead of the ones at hand."
+    " Repeatable.",
 )
 def plan(config: Path, as_json: bool, device_totals: tuple[str, ...]) -> None:
     """Show what the deployment CONFIG needs and whether it fits.
@@ -45,34 +48,53 @@ def plan(config: Path, as_json: bool, device_totals: tuple[str, ...]) -> None:
 def _planned(loaded: LoadedDeployment, device_totals: Sequence[str]) -> Plan:
     deployment = loaded.deployment
     if device_totals:
-        totals = parse_device_totals(device_totals, deployment.device_indices)
-        return make_plan(deployment, totals, _weights_bytes(loaded))
-    devices = list_devices(deployment.backend, simulated_machine(loaded))
-    claims = list_claims(loaded.lock_dir, [info for info in devices if info.index in deployment.device_indices])
-    return make_plan_now(deployment, devices, claims, _weights_bytes(loaded))
+        used = [ref for refs in deployment.stage_refs.values() for ref in refs]
+        totals = parse_device_totals(device_totals, used)
+        return _planned_unseen(deployment, totals, _weights_bytes(loaded))
+    resolved = loaded.resolve(list_devices(loaded), os.environ)
+    claims = list_claims(loaded.lock_dir, resolved.devices)
+    return make_plan_now(deployment, resolved, claims, _weights_bytes(loaded))
 
 
-def parse_device_totals(texts: Sequence[str], used: Sequence[int]) -> dict[int, int]:
-    """Bytes by device index. A bare size is for every device in ``used``; one with an index overrules it.
+def _planned_unseen(deployment: Deployment, totals: Mapping[DeviceRef, int], weights: Mapping[int, int]) -> Plan:
+    """Without a machine to look at, every UUID is a device of its own, as it is written."""
+    numbers = number_refs([*(ref for refs in deployment.stage_refs.values() for ref in refs), *totals])
+    return make_plan(
+        deployment.on_devices(numbers),
+        {numbers[ref]: total for ref, total in totals.items()},
+        weights,
+        uuids={number: ref for ref, number in numbers.items() if isinstance(ref, str)},
+    )
+
+
+def parse_device_totals(texts: Sequence[str], used: Collection[DeviceRef]) -> dict[DeviceRef, int]:
+    """Bytes by device number or UUID. A bare size is for every device in ``used``; one with a device overrules it.
 
     UsageError for what is neither, or gives one device twice.
     """
     common: int | None = None
-    single: dict[int, int] = {}
+    single: dict[DeviceRef, int] = {}
     for item in (part.strip() for text in texts for part in text.split(",")):
-        index_text, separator, size_text = item.rpartition("=")
+        device_text, separator, size_text = item.rpartition("=")
         if not separator:
             if common is not None:
                 raise _wrong_total(item, "a size for all devices is given twice")
             common = _total(item, size_text)
-        elif not re.fullmatch(r"[0-9]{1,9}", index_text):
-            raise _wrong_total(item, f"{index_text!r} is not a device number")
-        elif int(index_text) in single:
-            raise _wrong_total(item, f"device {int(index_text)} is given twice")
+        elif (device := _device(item, device_text)) in single:
+            raise _wrong_total(item, f"device {device} is given twice")
         else:
-            single[int(index_text)] = _total(item, size_text)
+            single[device] = _total(item, size_text)
     everywhere = {} if common is None else dict.fromkeys(used, common)
-    return dict(sorted({**everywhere, **single}.items()))
+    return {**everywhere, **single}
+
+
+def _device(item: str, text: str) -> DeviceRef:
+    if text.isascii() and text.isdecimal() and len(text) < 10:
+        return int(text)
+    try:
+        return read_ref(text)
+    except ValueError as error:
+        raise _wrong_total(item, str(error)) from None
 
 
 def _total(item: str, size_text: str) -> int:

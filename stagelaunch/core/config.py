@@ -7,6 +7,7 @@ go. ``config_file`` adds line numbers.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
@@ -39,6 +40,7 @@ from stagelaunch.core.config_rules import (
     in_stage,
     in_whole,
 )
+from stagelaunch.core.identity import DeviceRef
 from stagelaunch.core.units import GIB, MIB
 
 _MODEL = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
@@ -65,6 +67,8 @@ class Timeouts(BaseModel):
     """Longest wait for one device lock."""
     stop_s: Duration = Field(default=15.0, alias="stop")
     """Grace period between telling all stages to stop and killing them."""
+    driver_s: Duration = Field(default=30.0, alias="driver")
+    """Longest wait for what the driver says about the devices; it can hang."""
 
     @model_validator(mode="after")
     def _bounds_nest(self) -> Timeouts:
@@ -97,7 +101,10 @@ class Stage(BaseModel):
     name: Slug
     """Name of the stage, unique; used in every report."""
     devices: StageDevices
-    """Device numbers as the driver counts them."""
+    """Devices by number or by UUID, as a whole or its beginning: ``[0]``, ``[GPU-8932f937]``, ``[MIG-...]``.
+
+    A number is the driver's, or the position in CUDA_VISIBLE_DEVICES where that is set.
+    """
     component: Text
     """Part of the model the stage runs: thinker, talker or code2wav for engine qwen3-omni; else the engine's word."""
     engine: Engine = ENGINE_QWEN3_OMNI
@@ -130,6 +137,14 @@ class Stage(BaseModel):
     def _fields_agree(self) -> Stage:
         _refuse(in_stage(to_raw(self)))
         return self
+
+    @property
+    def device_indices(self) -> tuple[int, ...]:
+        """The numbers of its devices. ValueError while one is still a UUID (``Deployment.on_devices``)."""
+        unresolved = [ref for ref in self.devices if not isinstance(ref, int)]
+        if unresolved:
+            raise ValueError(f"cannot number the devices of stage {self.name}: {unresolved[0]} is not resolved yet")
+        return tuple(ref for ref in self.devices if isinstance(ref, int))
 
     @property
     def demand(self) -> float | int | None:
@@ -182,14 +197,26 @@ class Deployment(BaseModel):
         return self
 
     @property
-    def stage_devices(self) -> dict[int, tuple[int, ...]]:
-        """Devices by stage id: what ``init_groups`` takes."""
+    def stage_refs(self) -> dict[int, tuple[DeviceRef, ...]]:
+        """Devices by stage id, as written."""
         return {stage.id: stage.devices for stage in self.stages}
+
+    def on_devices(self, numbers: Mapping[DeviceRef, int]) -> Deployment:
+        """The same with every device by its number. KeyError for one that has none."""
+        stages = tuple(
+            stage.model_copy(update={"devices": tuple(numbers[ref] for ref in stage.devices)}) for stage in self.stages
+        )
+        return self.model_copy(update={"stages": stages})
+
+    @property
+    def stage_devices(self) -> dict[int, tuple[int, ...]]:
+        """Device numbers by stage id: what ``init_groups`` takes."""
+        return {stage.id: stage.device_indices for stage in self.stages}
 
     @property
     def device_indices(self) -> tuple[int, ...]:
         """Every device any stage uses, ascending."""
-        return tuple(sorted({index for stage in self.stages for index in stage.devices}))
+        return tuple(sorted({index for stage in self.stages for index in stage.device_indices}))
 
     def stage(self, stage_id: int) -> Stage:
         """The stage of an id. KeyError for one that does not exist."""

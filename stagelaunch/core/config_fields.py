@@ -18,8 +18,10 @@ from pydantic import (
     StrictStr,
     WithJsonSchema,
 )
+from pydantic_core import PydanticCustomError
 
 from stagelaunch.core.config_rules import AUTO, ENGINE_QWEN3_OMNI
+from stagelaunch.core.identity import UUID_REF_PATTERN, DeviceRef, read_ref
 from stagelaunch.core.units import parse_duration, parse_size
 
 _INT_MAX = 2**31 - 1
@@ -109,8 +111,20 @@ def not_empty(value: tuple[Any, ...]) -> tuple[Any, ...]:
     return value
 
 
-def _devices(value: tuple[int, ...]) -> tuple[int, ...]:
-    twice = sorted({index for index in value if value.count(index) > 1})
+def _device(value: object) -> DeviceRef:
+    if isinstance(value, str):
+        if value.strip().isdecimal():
+            raise ValueError(f"{_shown(value)} is a text; give a device number without quotes")
+        return read_ref(value)
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise PydanticCustomError("device_type", "not a device")
+    if not 0 <= value <= _INT_MAX:
+        raise ValueError(f"{_shown(value)} is out of range: a device number is at least 0 and at most {_INT_MAX}")
+    return value
+
+
+def _devices(value: tuple[DeviceRef, ...]) -> tuple[DeviceRef, ...]:
+    twice = [ref for place, ref in enumerate(value) if ref in value[:place]]
     if twice:
         raise ValueError(f"lists device {twice[0]} twice")
     return value
@@ -197,6 +211,13 @@ _GRAPHS_SCHEMA = {
         {"type": "array", "items": {"type": "integer", "minimum": 1}, "minItems": 1, "uniqueItems": True},
     ]
 }
+_DEVICE_SCHEMA = {
+    "anyOf": [
+        {"type": "integer", "minimum": 0, "maximum": _INT_MAX},
+        {"type": "string", "pattern": f"^{UUID_REF_PATTERN}$"},
+    ],
+    "examples": [0, "GPU-8932f937"],
+}
 AT_LEAST_ONE = Field(json_schema_extra={"minItems": 1})
 _as_list = PlainSerializer(lambda value: list(value) if isinstance(value, tuple) else value, when_used="json")
 _seconds = PlainSerializer(lambda value: f"{value:.9f}".rstrip("0").rstrip(".") + "s", when_used="json")
@@ -221,5 +242,6 @@ Graphs = Annotated[
 
 Engine = Annotated[StrictStr, AfterValidator(_engine)]
 Utilization = Annotated[float, Field(strict=True, gt=0, le=1, allow_inf_nan=False)]
-StageDevices = Annotated[tuple[Index, ...], AfterValidator(not_empty), AfterValidator(_devices), AT_LEAST_ONE]
+Device = Annotated[int | str, PlainValidator(_device), WithJsonSchema(_DEVICE_SCHEMA)]
+StageDevices = Annotated[tuple[Device, ...], AfterValidator(not_empty), AfterValidator(_devices), AT_LEAST_ONE]
 MachineDevices = Annotated[dict[MachineIndex, SizeAboveZero], BeforeValidator(_machine_devices)]

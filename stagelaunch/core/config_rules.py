@@ -74,10 +74,10 @@ def in_stage(raw: Any) -> tuple[Conflict, ...]:
 
 
 def in_whole(raw: Any) -> tuple[Conflict, ...]:
-    """Unique ids and names of stages; a simulated machine if and only if the backend is simulated."""
+    """Unique ids and names of stages; a simulated machine and its devices if and only if the backend is simulated."""
     if not isinstance(raw, Mapping):
         return ()
-    return (*_unique(raw, "id"), *_unique(raw, "name"), *_machine(raw))
+    return (*_unique(raw, "id"), *_unique(raw, "name"), *_machine(raw), *_foreign_devices(raw))
 
 
 def _below(part: str | int, conflicts: Sequence[Conflict]) -> tuple[Conflict, ...]:
@@ -183,3 +183,22 @@ def _machine(raw: Mapping[Any, Any]) -> tuple[Conflict, ...]:
     if backend == "cuda" and machine is not None:
         return (Conflict(("simulated",), "does not go with backend cuda; take it out or set backend: simulated"),)
     return ()
+
+
+def _foreign_devices(raw: Mapping[Any, Any]) -> tuple[Conflict, ...]:
+    """UUIDs of the other backend's devices."""
+    backend = raw.get("backend")
+    if backend not in ("cuda", "simulated"):
+        return ()
+    foreign = ("SIM-",) if backend == "cuda" else ("GPU-", "MIG-")
+    return tuple(
+        Conflict(("stages", position, "devices", place), f"{ref!r:.60} is no device of backend {backend}; name one")
+        for position, stage in enumerate(_stages(raw))
+        for place, ref in enumerate(_devices(stage))
+        if isinstance(ref, str) and ref.startswith(foreign)
+    )
+
+
+def _devices(stage: Any) -> Sequence[Any]:
+    devices = stage.get("devices") if isinstance(stage, Mapping) else None
+    return devices if isinstance(devices, list | tuple) else ()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,10 @@ class DeviceProcess:
 
 @dataclass(frozen=True)
 class DeviceInfo:
-    """One device: ``index`` is the driver's number, ``uuid`` its identity, sizes in bytes."""
+    """One device: ``uuid`` is its identity, ``index`` its number within one run, sizes in bytes.
+
+    The number is for people: the driver's changes when a card falls off the bus, and CUDA_VISIBLE_DEVICES renumbers.
+    """
 
     index: int
     uuid: str
@@ -27,6 +30,28 @@ class DeviceInfo:
     total_bytes: int
     free_bytes: int
     processes: tuple[DeviceProcess, ...] = ()
+
+
+@dataclass(frozen=True)
+class UnusableDevice:
+    """A device that is there and cannot be used, and why: it cannot be read, or it is cut into MIG devices."""
+
+    index: int
+    uuid: str | None
+    """None where the driver did not even say this."""
+    name: str | None
+    reason: str
+    """What follows "but": ``it cannot be read: GPU is lost``."""
+    is_cut: bool = False
+    """It is in MIG mode, which is no fault."""
+
+
+@dataclass(frozen=True)
+class Inventory:
+    """What a machine has: the devices that can be used, by index, and the others."""
+
+    devices: tuple[DeviceInfo, ...]
+    unusable: tuple[UnusableDevice, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -72,4 +97,20 @@ def device_from_json(body: Mapping[str, Any]) -> DeviceInfo:
         total_bytes=int(body["total_bytes"]),
         free_bytes=int(body["free_bytes"]),
         processes=tuple(DeviceProcess(int(p["pid"]), str(p["name"]), p["size_bytes"]) for p in body["processes"]),
+    )
+
+
+def inventory_to_json(inventory: Inventory) -> dict[str, Any]:
+    """Plain JSON of an inventory."""
+    return {
+        "devices": [device_to_json(info) for info in inventory.devices],
+        "unusable": [asdict(device) for device in inventory.unusable],
+    }
+
+
+def inventory_from_json(body: Mapping[str, Any]) -> Inventory:
+    """Inverse of ``inventory_to_json``."""
+    return Inventory(
+        tuple(device_from_json(device) for device in body["devices"]),
+        tuple(UnusableDevice(**device) for device in body["unusable"]),
     )

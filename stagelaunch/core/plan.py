@@ -26,6 +26,7 @@ from stagelaunch.core.claims import Claim, HeldClaim, Holder
 from stagelaunch.core.config import Deployment, Stage
 from stagelaunch.core.errors import DoesNotFitNowError, FindingsError, NeverFitsError, NoDeviceError
 from stagelaunch.core.groups import init_groups
+from stagelaunch.core.identity import Resolution
 from stagelaunch.core.inventory import DeviceInfo
 from stagelaunch.core.ledger import KVLayout, Ledger, Source, Term, ledger_to_json, shortage
 from stagelaunch.core.phases import STEPS
@@ -57,6 +58,8 @@ class DevicePlan:
     verdict: DeviceVerdict
     free: FreeVerdict | None
     """Against what is free now; None where nobody asked the machine, or no stage uses the device."""
+    uuid: str | None = None
+    """Which device it is; how the config names one that is not there; None for a mere number."""
 
     @property
     def left_bytes(self) -> int | None:
@@ -108,23 +111,26 @@ def make_plan(
     free_bytes: Mapping[int, int] | None = None,
     holders: Mapping[int, Collection[Holder]] | None = None,
     claims: Mapping[int, Collection[Claim]] | None = None,
+    uuids: Mapping[int, str] | None = None,
+    absent: Mapping[int, str] | None = None,
 ) -> Plan:
     """The plan of a deployment on devices with these totals, in bytes by device index.
 
     ``weights_bytes`` by stage id, as far as known; ``forecasts`` likewise, without which no auto budget is known. With
     ``free_bytes`` the plan also says what fits now; it must then have every device that has a total (KeyError).
-    ``claims`` are those of other deployments.
+    ``claims`` are those of other deployments. ``absent`` has the finding for a device without a total, where more is
+    known than that it is not there.
     """
     forecasts = forecasts or Forecasts(context_term(None))
     budgets = plan_budgets(deployment, device_totals, forecasts)
     asks = {
-        stage.id: (stage.devices, budgets.by_stage[stage.id])
+        stage.id: (stage.device_indices, budgets.by_stage[stage.id])
         for stage in deployment.stages
         if stage.id in budgets.by_stage
     }
     verdicts = device_verdicts(asks, device_totals, deployment.reserve_bytes)
     known = [verdict for verdict in verdicts if verdict.total_bytes is not None]
-    findings = admission_findings(verdicts)
+    findings = {**admission_findings(verdicts), **(absent or {})}
     over_full = [findings[verdict.device] for verdict in known if verdict.device in findings]
     stages = tuple(_stage_plan(stage, weights_bytes or {}, forecasts, verdicts) for stage in deployment.stages)
     now = () if free_bytes is None else free_verdicts(verdicts, free_bytes, holders or {}, claims or {})
@@ -136,7 +142,7 @@ def make_plan(
         order=deployment.order,
         groups=tuple(tuple(group) for group in init_groups(deployment.stage_devices)),
         stages=stages,
-        devices=_device_plans(verdicts, now),
+        devices=_device_plans(verdicts, now, uuids or {}),
         missing=tuple(findings[verdict.device] for verdict in verdicts if verdict.total_bytes is None),
         unplanned=budgets.findings,
         over_full=(
@@ -151,23 +157,26 @@ def make_plan(
 
 def make_plan_now(
     deployment: Deployment,
-    devices: Collection[DeviceInfo],
+    resolved: Resolution,
     claims: Mapping[int, Collection[Claim]],
     weights_bytes: Mapping[int, int] | None = None,
     forecasts: Forecasts | None = None,
 ) -> Plan:
-    """The plan of a deployment on the devices of this machine as they are now.
+    """The plan of a deployment on the devices it means on this machine, as they are now.
 
     ``claims`` of other deployments, by device index.
     """
+    devices = resolved.devices
     return make_plan(
-        deployment,
+        deployment.on_devices(resolved.numbers),
         {info.index: info.total_bytes for info in devices},
         weights_bytes,
         forecasts=forecasts,
         free_bytes={info.index: info.free_bytes for info in devices},
         holders={info.index: device_holders(info) for info in devices},
         claims=claims,
+        uuids={**{info.index: info.uuid for info in devices}, **resolved.written},
+        absent=resolved.absent,
     )
 
 
@@ -198,14 +207,14 @@ def _stage_plan(
     stage: Stage, weights_bytes: Mapping[int, int], forecasts: Forecasts, verdicts: Sequence[DeviceVerdict]
 ) -> StagePlan:
     need = forecasts.needs.get(stage.id)
-    budget_bytes = _budget_bytes(stage, stage.devices[0], verdicts)
+    budget_bytes = _budget_bytes(stage, stage.device_indices[0], verdicts)
     ledger = None
     if need is not None and budget_bytes is not None:
         ledger = forecast_ledger(Term(budget_bytes, _budget_source(stage)), need, forecasts.context)
     return StagePlan(
         stage.id,
         stage.name,
-        stage.devices,
+        stage.device_indices,
         stage.capture_sizes,
         weights_bytes.get(stage.id),
         ledger,
@@ -230,7 +239,7 @@ def _too_tight(stages: Sequence[Stage], planned: Sequence[StagePlan], verdicts: 
     totals = {verdict.device: verdict.total_bytes for verdict in verdicts}
     texts = []
     for stage, plan in zip(stages, planned):
-        total_bytes = totals.get(stage.devices[0])
+        total_bytes = totals.get(stage.device_indices[0])
         if plan.forecast is None or total_bytes is None:
             continue
         short = shortage(plan.forecast, plan.layout, stage.max_model_len, total_bytes)
@@ -239,9 +248,11 @@ def _too_tight(stages: Sequence[Stage], planned: Sequence[StagePlan], verdicts: 
     return texts
 
 
-def _device_plans(verdicts: Sequence[DeviceVerdict], now: Sequence[FreeVerdict]) -> tuple[DevicePlan, ...]:
+def _device_plans(
+    verdicts: Sequence[DeviceVerdict], now: Sequence[FreeVerdict], uuids: Mapping[int, str]
+) -> tuple[DevicePlan, ...]:
     free = {item.verdict.device: item for item in now}
-    return tuple(DevicePlan(verdict, free.get(verdict.device)) for verdict in verdicts)
+    return tuple(DevicePlan(verdict, free.get(verdict.device), uuids.get(verdict.device)) for verdict in verdicts)
 
 
 def _too_heavy(
@@ -298,6 +309,7 @@ def _device_json(device: DevicePlan, names: Mapping[int, str]) -> dict[str, Any]
     verdict, free = device.verdict, device.free
     return {
         "id": verdict.device,
+        "uuid": device.uuid,
         "total_bytes": verdict.total_bytes,
         "demands": [
             {

@@ -26,7 +26,7 @@ def render_plan(plan: Plan) -> str:
                 indent=2,
             ),
         ],
-        ["devices", *table([_DEVICE_HEAD, *map(_device_row, plan.devices)], right=range(1, 7), indent=2)],
+        ["devices", *_device_table(plan)],
         *_claim_blocks(plan),
         ["steps of every stage", *table([("phase", "step", "device lock", "why"), *_step_rows()], indent=2)],
         [f"verdict: {_verdict(plan)}"],
@@ -74,6 +74,15 @@ def _memory_rows(plan: Plan, stages: dict[int, StagePlan]) -> list[Row]:
         for device in plan.devices
         for demand in device.verdict.demands
     ]
+
+
+def _device_table(plan: Plan) -> list[str]:
+    lines = [_DEVICE_HEAD, *map(_device_row, plan.devices)]
+    # Numbers alone, for a machine that is not at hand: nothing to tell apart.
+    if any(device.uuid for device in plan.devices):
+        uuids = ("uuid", *(device.uuid or "-" for device in plan.devices))
+        lines = [(*line, uuid) for line, uuid in zip(lines, uuids)]
+    return table(lines, right=range(1, len(_DEVICE_HEAD)), indent=2)
 
 
 def _device_row(device: DevicePlan) -> Row:

@@ -8,70 +8,94 @@ from __future__ import annotations
 
 import asyncio
 import json
-import subprocess
 import sys
+import time
+from collections.abc import Sequence
 from contextlib import suppress
 
+from stagelaunch.core.config import Timeouts
 from stagelaunch.core.errors import NoDeviceError
-from stagelaunch.core.inventory import DeviceInfo, SimulatedMachine, device_from_json
+from stagelaunch.core.inventory import Inventory, SimulatedMachine, inventory_from_json
 from stagelaunch.core.units import format_duration
 from stagelaunch.devices.simfile import list_simulated_devices
 
+INVENTORY_TIMEOUT_S: float = Timeouts.model_fields["driver_s"].default
+"""How long the driver may take to tell about its devices where no config says."""
+
 # By name only: importing it here would pull NVML into the supervisor.
 _COMMAND = (sys.executable, "-m", "stagelaunch.devices.inventory")
+_MOMENT_S = 1.0
+"""What the asking process may take to say, at the deadline, which devices have not answered."""
 _REAP_S = 1.0
 """How long a killed asker is waited for. One that hangs in the kernel does not die; it is left to init."""
+_LINE_MAX_BYTES = 64 * 1024 * 1024
 
 
-async def query_devices(backend: str, machine: SimulatedMachine | None, timeout_s: float) -> tuple[DeviceInfo, ...]:
-    """Every device of the backend, by index. NoDeviceError when there is no driver or it does not answer in time.
+async def query_devices(
+    backend: str, machine: SimulatedMachine | None, timeout_s: float, uuids: Sequence[str] = ()
+) -> Inventory:
+    """Every device of the backend; of CUDA with ``uuids`` only those, whatever becomes of the others.
 
-    Returns, or raises, within ``timeout_s`` and a moment. Cancelling it kills the asking process.
+    A device that does not answer in time is among the unusable. NoDeviceError when there is no driver, or nothing
+    answers. Returns, or raises, within ``timeout_s`` and a moment. Cancelling it kills the asking process.
     """
     if backend == "simulated" and machine is not None:
-        return await asyncio.to_thread(list_simulated_devices, machine, timeout_s)
-    request = _request(backend)
+        return Inventory(await asyncio.to_thread(list_simulated_devices, machine, timeout_s))
+    deadline_s = time.monotonic() + timeout_s
+    request = _request(backend, timeout_s, deadline_s, uuids)
     process = await asyncio.create_subprocess_exec(
-        *_COMMAND, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        *_COMMAND,
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+        limit=_LINE_MAX_BYTES,
     )
     try:
-        async with asyncio.timeout(timeout_s):
-            output, errors = await process.communicate(request)
+        async with asyncio.timeout(deadline_s + _MOMENT_S - time.monotonic()):
+            line, errors = await _answer(process, request)
     except TimeoutError:
         raise _no_answer(timeout_s) from None
     finally:
         if process.returncode is None:
-            process.kill()
+            with suppress(ProcessLookupError):
+                process.kill()
             with suppress(TimeoutError):
                 await asyncio.wait_for(process.wait(), _REAP_S)
-    return _parse(output, errors)
+    return _parse(line, errors)
 
 
-def query_devices_sync(backend: str, machine: SimulatedMachine | None, timeout_s: float) -> tuple[DeviceInfo, ...]:
+def query_devices_sync(
+    backend: str, machine: SimulatedMachine | None, timeout_s: float, uuids: Sequence[str] = ()
+) -> Inventory:
     """``query_devices`` for callers without an event loop."""
     if backend == "simulated" and machine is not None:
-        return list_simulated_devices(machine, timeout_s)
-    request = _request(backend)
-    process = subprocess.Popen(_COMMAND, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        return Inventory(list_simulated_devices(machine, timeout_s))
+    return asyncio.run(query_devices(backend, machine, timeout_s, uuids))
+
+
+async def _answer(process: asyncio.subprocess.Process, request: bytes) -> tuple[bytes, bytes]:
+    """The line it says, or nothing and its last words."""
+    assert process.stdin is not None
+    assert process.stdout is not None
+    assert process.stderr is not None
+    last_words = asyncio.create_task(process.stderr.read())
     try:
-        output, errors = process.communicate(request, timeout=timeout_s)
-    except subprocess.TimeoutExpired:
-        raise _no_answer(timeout_s) from None
+        with suppress(BrokenPipeError, ConnectionResetError):
+            process.stdin.write(request)
+            process.stdin.close()
+            await process.stdin.wait_closed()
+        # A line, not all until its end: while one of its threads hangs in the kernel, its pipes stay open.
+        line = await process.stdout.readline()
+        return line, b"" if line else await last_words
     finally:
-        if process.returncode is None:
-            process.kill()
-            with suppress(subprocess.TimeoutExpired):
-                process.wait(_REAP_S)
-        for pipe in (process.stdin, process.stdout, process.stderr):
-            if pipe is not None:
-                pipe.close()
-    return _parse(output, errors)
+        last_words.cancel()
 
 
-def _request(backend: str) -> bytes:
+def _request(backend: str, timeout_s: float, deadline_s: float, uuids: Sequence[str]) -> bytes:
     if backend != "cuda":
         raise ValueError(f"cannot list devices: backend {backend!r} is not cuda, nor simulated with its machine")
-    return json.dumps({"backend": backend}).encode()
+    body = {"backend": backend, "timeout_s": timeout_s, "deadline_s": deadline_s, "uuids": list(uuids)}
+    return json.dumps(body).encode()
 
 
 def _no_answer(timeout_s: float) -> NoDeviceError:
@@ -83,9 +107,9 @@ def _no_answer(timeout_s: float) -> NoDeviceError:
     )
 
 
-def _parse(output: bytes, errors: bytes) -> tuple[DeviceInfo, ...]:
+def _parse(line: bytes, errors: bytes) -> Inventory:
     try:
-        answer = json.loads(output)
+        answer = json.loads(line)
     except ValueError:
         last_line = (errors.decode(errors="replace").strip().splitlines() or ["it said nothing"])[-1]
         raise NoDeviceError(
@@ -96,4 +120,4 @@ def _parse(output: bytes, errors: bytes) -> tuple[DeviceInfo, ...]:
         ) from None
     if "findings" in answer:
         raise NoDeviceError(tuple(answer["findings"]))
-    return tuple(device_from_json(device) for device in answer["devices"])
+    return inventory_from_json(answer)

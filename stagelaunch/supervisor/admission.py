@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from stagelaunch.core.claims import Claim, unattributed_bytes
 from stagelaunch.core.config import Deployment, Stage
 from stagelaunch.core.config_rules import ENGINE_QWEN3_OMNI
 from stagelaunch.core.errors import ConfigError, Fault
+from stagelaunch.core.identity import same_devices
 from stagelaunch.core.inventory import DeviceInfo, SimulatedMachine
 from stagelaunch.core.plan import Plan, device_holders, make_plan_now, refusal
 from stagelaunch.core.run_spec import StageRun
@@ -24,16 +26,15 @@ from stagelaunch.system.locks import LockDirectory
 from stagelaunch.weights.index import read_index
 from stagelaunch.weights.validate import validate
 
-INVENTORY_TIMEOUT_S = 30.0
-"""How long the driver may take to list its devices; it can hang in the kernel."""
-
 
 @dataclass(frozen=True)
 class Admitted:
     """What a deployment that may start knows about its machine."""
 
+    deployment: Deployment
+    """With every device by its number."""
     devices: dict[int, DeviceInfo]
-    """The devices its stages use, by index, as they were before the boot: the baseline that must come back."""
+    """The devices its stages use, by number, as they were before the boot: the baseline that must come back."""
     machine: SimulatedMachine | None
     runs: tuple[StageRun, ...]
 
@@ -72,17 +73,19 @@ async def _admit_now(
     weights: Mapping[int, int],
 ) -> Admitted:
     """Read what is free and claimed, decide, claim; under the admission mutex."""
-    deployment = loaded.deployment
-    listed = await query_devices(deployment.backend, machine, INVENTORY_TIMEOUT_S)
-    devices = {info.index: info for info in listed if info.index in deployment.device_indices}
+    written = loaded.deployment
+    inventory = await query_devices(written.backend, machine, written.timeouts.driver_s)
+    resolved = loaded.resolve(inventory, os.environ)
+    deployment = written.on_devices(resolved.numbers)
+    devices = {info.index: info for info in resolved.devices if info.index in deployment.device_indices}
     claims = {index: read_claims(lock_dir, info.uuid) for index, info in devices.items()}
-    plan = make_plan_now(deployment, listed, claims, weights)
+    plan = make_plan_now(written, resolved, claims, weights)
     if (error := refusal(plan)) is not None:
         raise error
     claim_id = new_claim_id()
     held.enter_context(hold_claims(lock_dir, claim_id, deployment.name, _shares(plan, devices, claims)))
     runs = tuple(_stage_run(loaded, stage, devices, machine, runtime, claim_id) for stage in deployment.stages)
-    return Admitted(devices, machine, runs)
+    return Admitted(deployment, devices, machine, runs)
 
 
 def _shares(plan: Plan, devices: Mapping[int, DeviceInfo], claims: Mapping[int, tuple[Claim, ...]]) -> dict[str, Share]:
@@ -109,11 +112,14 @@ def check_checkpoint(loaded: LoadedDeployment) -> dict[int, int]:
 
 
 async def devices_now(
-    before: dict[int, DeviceInfo], backend: str, machine: SimulatedMachine | None
+    before: dict[int, DeviceInfo], backend: str, machine: SimulatedMachine | None, timeout_s: float
 ) -> dict[int, DeviceInfo]:
-    """The same devices as they are now, by index. One that is gone is left out; NoDeviceError when none can be read."""
-    listed = await query_devices(backend, machine, INVENTORY_TIMEOUT_S)
-    return {info.index: info for info in listed if info.index in before}
+    """The same devices as they are now, by their numbers of then; those only are asked.
+
+    One that is gone or does not answer is left out; NoDeviceError when none can be read.
+    """
+    listed = await query_devices(backend, machine, timeout_s, [info.uuid for info in before.values()])
+    return same_devices(before, listed.devices)
 
 
 def _refuse_several_devices(loaded: LoadedDeployment) -> None:
@@ -136,7 +142,7 @@ def _stage_run(
     claim_id: str,
 ) -> StageRun:
     deployment = loaded.deployment
-    info = devices[stage.devices[0]]
+    info = devices[stage.device_indices[0]]
     return StageRun(
         deployment=deployment.name,
         stage_id=stage.id,

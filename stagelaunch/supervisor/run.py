@@ -34,6 +34,8 @@ from stagelaunch.system.locks import LockDirectory, sweep
 ASK_SHARE = 0.8
 """Of the stop grace: what a ready stage has to answer to being asked before TERM."""
 MEMORY_POLL_S = 0.05
+STATUS_DRIVER_S = 5.0
+"""How long `status` waits for the driver: less than its caller waits for `status`."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +72,7 @@ async def run_deployment(
         runtime.write_state("booting", config=str(loaded.path))
         outcome = None
         try:
-            outcome = await _Session(loaded.deployment, admitted, runtime, lock_dir, listener).run()
+            outcome = await _Session(admitted, runtime, lock_dir, listener).run()
         finally:
             # A full disk or a deleted directory takes nothing away from how it ended.
             with contextlib.suppress(OSError):
@@ -108,13 +110,12 @@ class _Session:
 
     def __init__(
         self,
-        deployment: Deployment,
         admitted: Admitted,
         runtime: Runtime,
         lock_dir: LockDirectory,
         listener: Listener,
     ) -> None:
-        self._deployment = deployment
+        self._deployment = deployment = admitted.deployment
         self._admitted = admitted
         self._runtime = runtime
         self._lock_dir = lock_dir
@@ -190,7 +191,7 @@ class _Session:
 
     async def _status(self) -> dict[str, Any]:
         before = self._admitted.devices
-        now = await self._devices_now()
+        now = await self._devices_now(min(STATUS_DRIVER_S, self._deployment.timeouts.driver_s))
         return status_body(self._deployment, self._supervisor, before, now, time.monotonic())
 
     def _ready_stages(self) -> dict[str, int]:
@@ -217,13 +218,13 @@ class _Session:
 
     async def _memory_missing(self, own_pids: set[int]) -> tuple[str, ...]:
         try:
-            now = await self._devices_now()
+            now = await self._devices_now(self._deployment.timeouts.driver_s)
         except NoDeviceError as error:
             return error.findings
         return memory_leftovers(self._admitted.devices, now, own_pids)
 
-    async def _devices_now(self) -> dict[int, DeviceInfo]:
-        return await devices_now(self._admitted.devices, self._deployment.backend, self._admitted.machine)
+    async def _devices_now(self, timeout_s: float) -> dict[int, DeviceInfo]:
+        return await devices_now(self._admitted.devices, self._deployment.backend, self._admitted.machine, timeout_s)
 
 
 def _policy(deployment: Deployment) -> launch.LaunchPolicy:

@@ -100,6 +100,16 @@ def test_plan_as_text_ends_with_the_verdict(inline: Inline) -> None:
     assert (done.returncode, done.stdout.splitlines()[-1]) == (0, "verdict: fits")
 
 
+def test_plan_by_uuid_for_a_machine_not_at_hand(place: Path, inline: Inline) -> None:
+    text = H100.read_text().replace("devices: [0]", "devices: [GPU-8932f937]").replace("../models", "models")
+    path = place / "work" / "uuid.yaml"
+    path.write_text(text)
+    done = inline("plan", path, "--device-total", "1=80GiB,GPU-8932F937=70GiB", "--json")
+    assert done.returncode == 0, done.stderr
+    devices = [(item["id"], item["uuid"], item["total_bytes"] // GIB) for item in plan_json(done)["devices"]]
+    assert devices == [(1, None, 80), (2, "GPU-8932f937", 70)]
+
+
 def test_a_plan_that_can_never_fit(place: Path) -> None:
     done = stagelaunch(place, "plan", H100, "--device-total", "0=15GiB,1=12GiB", "--json")
     assert done.returncode == 78

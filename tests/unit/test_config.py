@@ -106,6 +106,7 @@ def test_defaults_are_the_documented_ones(tmp_path: Path) -> None:
         "boot_s": 900.0,
         "lock_s": 300.0,
         "stop_s": 15.0,
+        "driver_s": 30.0,
     }
     assert (deployment.lock_dir, deployment.runtime_dir) == ("/run/lock/stagelaunch", None)
     assert deployment.simulated is not None
@@ -190,8 +191,16 @@ BAD: list[tuple[str, str, int | None, str | None, str]] = [
     ("    devices: [0]", "    devices: []", 20, "stages[0].devices", "is empty"),
     ("    devices: [0]", "    devices: 0", 20, "stages[0].devices", "0 is not a list like [0, 1]"),
     ("    devices: [0]", "    devices:\n      - 0\n      - -1", 22, "stages[0].devices[1]", "at least 0"),
-    ("    devices: [0]", "    devices: [yes]", 20, "stages[0].devices[0]", "yes is not a whole number"),
+    ("    devices: [0]", "    devices: [yes]", 20, "stages[0].devices[0]", "yes is not a device number or a UUID"),
     ("    devices: [0]", '    devices: ["0"]', 20, "stages[0].devices[0]", "without quotes"),
+    ("    devices: [0]", "    devices: [8932f937]", 20, "stages[0].devices[0]", "'8932f937' is not a device: give a"),
+    ("    devices: [0]", "    devices: [cuda:0]", 20, "stages[0].devices[0]", "'cuda:0' is not a device"),
+    ("    devices: [0]", "    devices: [GPU-]", 20, "stages[0].devices[0]", "'GPU-' is not a device"),
+    ("    devices: [0]", "    devices: [GPU-8932_937]", 20, "stages[0].devices[0]", "is not a device"),
+    ("    devices: [0]", "    devices: [1.5]", 20, "stages[0].devices[0]", "1.5 is not a device number or a UUID"),
+    ("    devices: [0]", "    devices: [null]", 20, "stages[0].devices[0]", "is empty; give a device number"),
+    ("    devices: [0]", "    devices: [0, GPU-8932f937]", 20, "stages[0].devices[1]", "no device of backend"),
+    ("    devices: [0]", "    devices: [SIM-0a, SIM-0A]", 20, "stages[0].devices", "lists device SIM-0a twice"),
     ("    devices: [0]", "    devices: [1, 0, 1]", 20, "stages[0].devices", "lists device 1 twice"),
     ("  - id: 1", "  - id: 0", 27, "stages[1].id", "0 is taken by stages[0]"),
     ("  - id: 1", "  - id: 1.0", 27, "stages[1].id", "1.0 is not a whole number"),
@@ -354,6 +363,17 @@ def test_a_key_of_another_engine_may_have_any_component(tmp_path: Path) -> None:
     assert (stage.component, stage.engine) == ("x", "my.mod:Cls")
 
 
+def test_devices_by_uuid(tmp_path: Path) -> None:
+    section = "simulated:\n  devices: {0: 1GiB, 1: 1GiB}\n  context: 64MiB\n  transfer_rate: 2GiB/s\n"
+    body = GOOD.replace("backend: simulated", "backend: cuda").replace(section, "")
+    deployment = load(tmp_path, body.replace("[0, 1]", "[1, GPU-8932F937, MIG-7f0b]")).deployment
+    assert deployment.stage_refs == {0: (0,), 1: (1, "GPU-8932f937", "MIG-7f0b")}
+    assert Deployment.model_validate(to_raw(deployment)) == deployment
+    jsonschema.Draft202012Validator(json_schema()).validate(json.loads(json.dumps(to_raw(deployment))))
+    ((line, key, text),) = faults(tmp_path, body.replace("[0, 1]", "[0, SIM-0]"))
+    assert (line, key, text) == (26, "stages[1].devices[1]", "'SIM-0' is no device of backend cuda; name one")
+
+
 def test_anchors_and_merge_keys_work(tmp_path: Path) -> None:
     common = "max_num_seqs: 4\n    max_num_batched_tokens: 256\n    max_model_len: 256"
     body = GOOD.replace("  - id: 0", "  - &first\n    id: 0").replace(
@@ -419,8 +439,12 @@ def test_shipped_configs_are_good_and_point_to_the_schema(path: Path) -> None:
     jsonschema.Draft202012Validator(json_schema()).validate(instance)
 
 
-def test_both_configs_are_shipped() -> None:
-    assert [path.stem for path in CONFIGS] == ["qwen3-omni-2xh100", "qwen3-omni-tiny"]
+def test_the_shipped_configs() -> None:
+    assert [path.stem for path in CONFIGS] == [
+        "qwen3-omni-1x141gb",
+        "qwen3-omni-2xh100",
+        "qwen3-omni-tiny",
+    ]
 
 
 def test_the_schema_describes_every_key_and_refuses_others() -> None:

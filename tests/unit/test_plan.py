@@ -37,6 +37,7 @@ def test_the_shipped_deployment_on_two_cards() -> None:
     assert [step["lock"] for step in body["steps"]] == [str(step.lock) for step in STEPS]
     assert body["devices"][1] == {
         "id": 1,
+        "uuid": None,
         "total_bytes": 80 * GIB,
         "demands": [
             {"stage": 1, "name": "talker", "budget_bytes": int(0.6 * 80 * GIB), "reserve_bytes": 2 * GIB},
@@ -176,6 +177,11 @@ def test_device_totals() -> None:
     assert parse_device_totals(["80GiB"], [0, 3]) == {0: 80 * GIB, 3: 80 * GIB}
     assert parse_device_totals(["1=141GiB,0=80GiB"], [0, 3]) == {0: 80 * GIB, 1: 141 * GIB}
     assert parse_device_totals(["80GiB", "1=512MiB"], [0, 1]) == {0: 80 * GIB, 1: 512 * MIB}
+    assert parse_device_totals(["80GiB,GPU-8932F937=1GiB"], [0, "MIG-7f"]) == {
+        0: 80 * GIB,
+        "MIG-7f": 80 * GIB,
+        "GPU-8932f937": GIB,
+    }
 
 
 @pytest.mark.parametrize(
@@ -188,6 +194,8 @@ def test_device_totals() -> None:
         ["0=1GiB,0=2GiB"],
         ["0=1GiB", "00=2GiB"],
         ["a=1GiB"],
+        ["GPU-=1GiB"],
+        ["GPU-8932f937=1GiB", "GPU-8932F937=2GiB"],
         ["-1=1GiB"],
         ["0GiB"],
         ["=1GiB"],
