@@ -296,6 +296,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    # Not through the interpreter's exit: a thread may hang in the driver.
-    code = main()
-    os._exit(code)
+    sys.exit(main())

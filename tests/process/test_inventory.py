@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import sys
+import time
 from collections.abc import Coroutine
 from pathlib import Path
 from types import SimpleNamespace
@@ -295,7 +296,9 @@ def test_a_device_is_found_again_by_its_uuid(driver, machine, monkeypatch):
     # The numbers have shifted, and the device that is not asked for hangs.
     monkeypatch.setenv("FAKE_NVML_ORDER", "1,0")
     monkeypatch.setenv("FAKE_NVML_FAULT", "hang_device_0")
+    began_s = time.monotonic()
     now = asyncio.run(devices_now({1: before[1]}, "cuda", None, TIMEOUT_S))
+    assert time.monotonic() - began_s < TIMEOUT_S
     assert {index: (info.index, info.uuid, info.free_bytes) for index, info in now.items()} == {
         1: (1, machine.uuid(1), 1700)
     }

@@ -212,6 +212,7 @@ def test_a_list_of_visible_devices_that_cannot_be_read(visible: str, text: str) 
         (MIXED, None, None, True),
         # The name of a GPU that cannot be read may be another; that of a MIG device says nothing.
         (BROKEN, "0", None, False),
+        (Inventory((), (UnusableDevice(0, A, None, ""), UnusableDevice(1, B, None, ""))), "0", None, False),
         (CUT, "0", None, True),
         (Inventory((device(0, A, "A2"),)), "0", None, True),
     ],
