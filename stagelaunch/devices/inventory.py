@@ -8,14 +8,12 @@ keep the others from being told. A worker asks this module for its own memory.
 from __future__ import annotations
 
 import json
-import os
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import psutil
@@ -30,7 +28,6 @@ __all__ = [
     "free_cuda_bytes",
     "list_cuda_devices",
     "list_simulated_devices",
-    "own_cuda_bytes",
     "process_table",
 ]
 
@@ -131,13 +128,6 @@ def _label(device: UnusableDevice) -> str:
 
 def _is_cut(answer: Inventory) -> bool:
     return any(device.is_cut for device in answer.unusable)
-
-
-def own_cuda_bytes(uuid: str) -> int | None:
-    """What the driver says this process holds on a device; None when it does not say, never 0 for unknown."""
-    sizes = process_table(uuid) or {}
-    # In a container the driver may know us by our number outside.
-    return next((size for pid in (os.getpid(), *_namespace_pids()) if (size := sizes.get(pid))), None)
 
 
 def process_table(uuid: str) -> dict[int, int | None] | None:
@@ -271,13 +261,6 @@ def _name(pid: int) -> str:
         return psutil.Process(pid).name()
     except (psutil.Error, ValueError):
         return "unknown"
-
-
-def _namespace_pids() -> list[int]:
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith("NSpid:"):
-            return [int(pid) for pid in line.split()[1:]]
-    return []
 
 
 def main() -> int:

@@ -23,19 +23,6 @@ from stagelaunch.supervisor.admission import devices_now
 TIMEOUT_S = 20.0
 HANG_S = 3.0
 """A deadline that is waited for in full; the asking process needs a part of it to start."""
-OWN_BYTES = """
-import os, sys
-from pathlib import Path
-from types import SimpleNamespace
-from stagelaunch.core.inventory import SimulatedMachine
-from stagelaunch.devices.inventory import own_cuda_bytes
-from stagelaunch.devices.simfile import SimulatedFile
-machine = SimulatedMachine(Path(sys.argv[1]), {0: 1000, 1: 2000}, 0)
-file = SimulatedFile.open(machine)
-file.allocate(1, 700)
-print(own_cuda_bytes(machine.uuid(0)), own_cuda_bytes(machine.uuid(1)))
-"""
-
 PROCESS_TABLE = """
 import os, sys
 from pathlib import Path
@@ -179,15 +166,6 @@ def test_an_unknown_backend_starts_nothing():
         query_devices_sync("rocm", None, TIMEOUT_S)
     with pytest.raises(ValueError, match="backend 'simulated' is not cuda"):
         asyncio.run(query_devices("simulated", None, TIMEOUT_S))
-
-
-@pytest.mark.parametrize(
-    ("fault", "answer"), [("", "None 700"), ("sizes_zero", "None None"), ("sizes_unknown", "None None")]
-)
-def test_the_own_figure_is_positive_or_unknown(driver, spawn, machine, monkeypatch, fault, answer):
-    monkeypatch.setenv("FAKE_NVML_FAULT", fault)
-    child = spawn(OWN_BYTES, machine.path)
-    assert child.stdout.readline().strip() == answer
 
 
 @pytest.mark.parametrize(
