@@ -204,7 +204,8 @@ def out_of_memory(memory: Memory, index: int, tried_bytes: int, details: str = "
     return torch.OutOfMemoryError(
         f"CUDA out of memory. Tried to allocate {format_size(tried_bytes)}. Simulated device {index} has a total"
         f" capacity of {format_size(memory.total_bytes(index))} of which"
-        f" {format_size(memory.free_bytes(index))} is free. This process (pid {os.getpid()}) has {format_size(memory.process_bytes(index))} memory in use.{details}"
+        f" {format_size(memory.free_bytes(index))} is free. This process (pid {os.getpid()}) has"
+        f" {format_size(memory.process_bytes(index))} memory in use.{details}"
     )
 
 
