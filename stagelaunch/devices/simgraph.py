@@ -132,6 +132,21 @@ def capture(
     return SimulatedGraph(inputs, outputs, tuple(recorder.calls), allocator, check, pool)
 
 
+def count(
+    allocator: Allocator, step: Step, inputs: tuple[torch.Tensor, ...], pool: GraphPool
+) -> tuple[torch.Tensor, ...]:
+    """Charge what ``capture`` would, by one run over tensors without data; its outputs. There is nothing to record."""
+    held = allocator.held()
+    with _no_collector(), allocator.watch_peak() as peak_bytes, ActivationTracker(allocator), torch.no_grad():
+        outputs = _check_outputs(step(*inputs))
+    pool.make_room(peak_bytes())
+    for storage in {s._cdata: s for s in storages(outputs)}.values():
+        if allocator.holds(storage) and storage._cdata not in held:
+            allocator.release(storage)
+            pool.keep(storage)
+    return outputs
+
+
 def _check_outputs(outputs: Any) -> tuple[torch.Tensor, ...]:
     if not isinstance(outputs, tuple) or not all(isinstance(output, torch.Tensor) for output in outputs):
         raise TypeError(f"cannot capture the step: it returned {type(outputs).__name__}; return a tuple of tensors")

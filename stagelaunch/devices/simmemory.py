@@ -1,7 +1,8 @@
 """The memory of a simulated device as one process sees it: a model of torch's caching allocator, without the GPU.
 
 Tensors live in host memory; their bytes are charged to the machine's file in whole segments, as a caching allocator
-asks a driver for them. It does not fragment. Used by ``simulated`` from one thread; storages may die in any.
+asks a driver for them. It does not fragment. Used by ``simulated`` from one thread; storages may die in any. Also by
+``forecast``, whose tensors have no data and whose memory has no end.
 """
 
 from __future__ import annotations
@@ -11,14 +12,13 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from stagelaunch.core.units import MIB, format_size
 from stagelaunch.devices.base import MemoryStats
-from stagelaunch.devices.simfile import SimulatedFile
 
 SEGMENT_BYTES = 2 * MIB
 
@@ -28,15 +28,34 @@ def round_to_segments(size_bytes: int) -> int:
     return -(-size_bytes // SEGMENT_BYTES) * SEGMENT_BYTES
 
 
+class Memory(Protocol):
+    """What a driver knows about the memory of its devices. ``simfile.SimulatedFile`` is one."""
+
+    def allocate(self, index: int, size_bytes: int) -> bool:
+        """Give this process ``size_bytes`` of device ``index``; False, and nothing given, if it has no room."""
+
+    def free(self, index: int, size_bytes: int) -> None:
+        """Take ``size_bytes`` back."""
+
+    def total_bytes(self, index: int) -> int:
+        """Capacity of the device."""
+
+    def free_bytes(self, index: int) -> int:
+        """What nobody holds."""
+
+    def process_bytes(self, index: int) -> int:
+        """What this process holds."""
+
+
 class Allocator:
-    """Charges live bytes of one device to the file: reserved is the high water of allocated until the cache is emptied.
+    """Charges live bytes to a device's memory: reserved is the high water of allocated until the cache is emptied.
 
     Storages can die in the middle of anything (the garbage collector runs where it likes), so their deaths are only
     noted, and booked by the next call.
     """
 
-    def __init__(self, file: SimulatedFile, index: int) -> None:
-        self._file = file
+    def __init__(self, memory: Memory, index: int) -> None:
+        self._memory = memory
         self._index = index
         self._live_bytes = 0
         self._cache_bytes = 0
@@ -46,7 +65,8 @@ class Allocator:
         self._peak_live_bytes = 0
         self._peak_allocated_bytes = 0
         self._peak_reserved_bytes = 0
-        self._charged: set[int] = set()
+        self._charged: dict[int, weakref.finalize[..., Any]] = {}
+        """By storage, what books its death."""
         self._dead_bytes: deque[int] = deque()
         self._retired_pool_bytes: deque[int] = deque()
         self._paused = 0
@@ -83,7 +103,7 @@ class Allocator:
         self._settle()
         unused_bytes = self._cache_bytes - round_to_segments(self._live_bytes)
         if unused_bytes > 0:
-            self._file.free(self._index, unused_bytes)
+            self._memory.free(self._index, unused_bytes)
             self._cache_bytes -= unused_bytes
 
     def charge(self, size_bytes: int) -> None:
@@ -103,8 +123,12 @@ class Allocator:
     def adopt(self, storage: torch.UntypedStorage, charged_bytes: int) -> None:
         """Tie bytes that are charged already to the life of ``storage``."""
         key = storage._cdata
-        self._charged.add(key)
-        on_death(storage, self._forget, key, charged_bytes)
+        self._charged[key] = on_death(storage, self._forget, key, charged_bytes)
+
+    def release(self, storage: torch.UntypedStorage) -> None:
+        """Stop charging a storage that lives on: another account has it now."""
+        self._charged.pop(storage._cdata).detach()
+        self.refund(storage.nbytes())
 
     def refund(self, size_bytes: int) -> None:
         """Take back a charge that no storage was tied to."""
@@ -113,6 +137,10 @@ class Allocator:
     def holds(self, storage: torch.UntypedStorage) -> bool:
         """Whether ``storage`` is charged."""
         return storage._cdata in self._charged
+
+    def held(self) -> frozenset[int]:
+        """The addresses (``_cdata``) of all storages that are charged now."""
+        return frozenset(self._charged)
 
     @contextmanager
     def watch_peak(self) -> Iterator[Callable[[], int]]:
@@ -138,7 +166,7 @@ class Allocator:
 
     def _forget(self, key: int, size_bytes: int) -> None:
         # Atomic steps only: this runs wherever the last reference is dropped.
-        self._charged.discard(key)
+        self._charged.pop(key, None)
         self._dead_bytes.append(size_bytes)
 
     def _settle(self) -> None:
@@ -157,10 +185,10 @@ class Allocator:
             self._note_peak()
 
     def _reserve(self, missing_bytes: Callable[[], int], tried_bytes: int) -> None:
-        if self._file.allocate(self._index, missing_bytes()):
+        if self._memory.allocate(self._index, missing_bytes()):
             return
         self.empty_cache()
-        if not self._file.allocate(self._index, missing_bytes()):
+        if not self._memory.allocate(self._index, missing_bytes()):
             raise self._out_of_memory(tried_bytes)
 
     @property
@@ -173,7 +201,7 @@ class Allocator:
 
     def _out_of_memory(self, tried_bytes: int) -> torch.OutOfMemoryError:
         return out_of_memory(
-            self._file,
+            self._memory,
             self._index,
             tried_bytes,
             f" Of the allocated memory {format_size(self._live_bytes + self._pool_bytes)} is allocated by tensors and"
@@ -181,18 +209,21 @@ class Allocator:
         )
 
 
-def out_of_memory(file: SimulatedFile, index: int, tried_bytes: int, details: str = "") -> torch.OutOfMemoryError:
+def out_of_memory(memory: Memory, index: int, tried_bytes: int, details: str = "") -> torch.OutOfMemoryError:
     """The error torch would raise, with the figures of the simulated device."""
     return torch.OutOfMemoryError(
         f"CUDA out of memory. Tried to allocate {format_size(tried_bytes)}. Simulated device {index} has a total"
-        f" capacity of {format_size(file.total_bytes(index))} of which {format_size(file.free_bytes(index))} is free."
-        f" This process (pid {os.getpid()}) has {format_size(file.process_bytes(index))} memory in use.{details}"
+        f" capacity of {format_size(memory.total_bytes(index))} of which"
+        f" {format_size(memory.free_bytes(index))} is free. This process (pid {os.getpid()}) has"
+        f" {format_size(memory.process_bytes(index))} memory in use.{details}"
     )
 
 
-def on_death(target: object, call: Callable[..., object], *args: object) -> None:
+def on_death(target: object, call: Callable[..., object], *args: object) -> weakref.finalize[..., Any]:
     """Call when ``target`` dies, but not at interpreter exit, where the file gives everything back by itself."""
-    weakref.finalize(target, call, *args).atexit = False
+    finalizer = weakref.finalize(target, call, *args)
+    finalizer.atexit = False
+    return finalizer
 
 
 def storages(values: Iterable[Any]) -> Iterator[torch.UntypedStorage]:

@@ -18,6 +18,7 @@ from stagelaunch.devices.base import Device, Step
 from stagelaunch.engines.base import EngineSpec, ProbeResult
 from stagelaunch.engines.graphs import GraphSet, max_abs_diff
 from stagelaunch.engines.paged import (
+    FORECAST_CHUNKS,
     NULL_BLOCK,
     BlockTable,
     CausalPrefill,
@@ -195,10 +196,12 @@ class DecodeRunner:
         """The decode step over ``DecodeInputs`` of ``size`` rows; its outputs are the model's ``outputs``."""
         cache, model = self.cache, self._model
         chunk_blocks = chunk_blocks_for(self.kv_layout, size, self._columns)
+        # A long context is a hundred chunks a layer: minutes of a forecast that wants only the memory of one.
+        max_chunks = None if getattr(self._device, "holds_data", True) else FORECAST_CHUNKS
 
         def step(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
             inputs = DecodeInputs(*tensors)
-            state = PagedDecode(cache, inputs.slots, inputs.block_tables, inputs.context_lens, chunk_blocks)
+            state = PagedDecode(cache, inputs.slots, inputs.block_tables, inputs.context_lens, chunk_blocks, max_chunks)
             hidden = model.hidden_states(inputs.token_ids[:, None], inputs.positions[:, None], state)
             return model.outputs(hidden[:, 0])
 

@@ -17,6 +17,10 @@ from stagelaunch.devices.base import Device
 NULL_BLOCK = 0
 """The block no sequence owns: padding rows of a batch write here and unused table columns point here."""
 
+FORECAST_CHUNKS = 3
+"""How many chunks decode attention runs where nothing has data: the first, and two that meet their predecessor's
+leftovers. Every further one takes what the third takes."""
+
 CHUNK_BYTES = 32 * 1024 * 1024
 """What decode attention gathers at once, in float32, for the keys of one chunk of block columns (values: as much)."""
 
@@ -144,6 +148,8 @@ class PagedDecode:
     context_lens: torch.Tensor
     """[batch]: tokens to attend to, the new one included; at least 1."""
     chunk_blocks: int
+    max_chunks: int | None = None
+    """Leave out the chunks after so many: the result is wrong, the memory it takes is right."""
 
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float
@@ -152,7 +158,14 @@ class PagedDecode:
         self.cache.write(layer, self.slots, _per_token(key), _per_token(value))
         keys, values = self.cache.blocks(layer)
         attended = paged_attention(
-            query.squeeze(2), keys, values, self.block_tables, self.context_lens, scale, self.chunk_blocks
+            query.squeeze(2),
+            keys,
+            values,
+            self.block_tables,
+            self.context_lens,
+            scale,
+            self.chunk_blocks,
+            self.max_chunks,
         )
         return attended.unsqueeze(1)
 
@@ -172,12 +185,14 @@ def paged_attention(
     context_lens: torch.Tensor,
     scale: float,
     chunk_blocks: int,
+    max_chunks: int | None = None,
 ) -> torch.Tensor:
     """Attention of one query per row over the first ``context_lens`` tokens of its blocks.
 
     ``query`` is [batch, heads, head_dim], as is the result; blocks are [num_blocks, block_size, kv_heads, head_dim],
     tables [batch, columns]. Softmax runs online over ``chunk_blocks`` columns at a time, in float32, so the memory
     needed does not grow with the context. What lies past a row's context is never used, not even when it is NaN.
+    ``max_chunks`` is for tensors without data, see ``PagedDecode``.
     """
     batch, heads, dim = query.shape
     block_size, kv_heads = key_blocks.shape[1:3]
@@ -186,7 +201,7 @@ def paged_attention(
     top = queries.new_full((*queries.shape[:3], 1), lowest)
     total = torch.zeros_like(top)
     mixed = torch.zeros_like(queries)
-    for start in range(0, block_tables.shape[1], chunk_blocks):
+    for start in range(0, block_tables.shape[1], chunk_blocks)[:max_chunks]:
         columns = block_tables[:, start : start + chunk_blocks]
         first = start * block_size
         positions = torch.arange(first, first + columns.shape[1] * block_size, device=query.device)

@@ -28,6 +28,9 @@ MAX_JSON_BYTES = 100_000_000
 
 MAX_RANK = 16
 
+HEADERS_ONLY = {"stagelaunch": "headers only"}
+"""In a shard's metadata: its tensors have shapes and no data. Good for planning, never to be loaded."""
+
 DTYPE_BYTES = {
     "BOOL": 1,
     "U8": 1,
@@ -68,6 +71,8 @@ class CheckpointIndex:
     model_dir: Path
     config: dict[str, Any]
     tensors: Mapping[str, TensorEntry]
+    headers_only: bool = False
+    """Some shard says that there is no data in it."""
 
     def component_bytes(self) -> dict[str, int]:
         """Bytes of weights by component: the first part of a tensor's name."""
@@ -89,9 +94,9 @@ def read_index(model_dir: Path) -> CheckpointIndex:
         faults.raise_if_any()
     config = _read_config(model_dir / CONFIG_NAME, faults)
     weight_map = _read_weight_map(model_dir, faults)
-    tensors = _read_shards(model_dir, weight_map, faults) if weight_map is not None else {}
+    tensors, headers_only = _read_shards(model_dir, weight_map, faults) if weight_map is not None else ({}, False)
     faults.raise_if_any()
-    return CheckpointIndex(model_dir, config, tensors)
+    return CheckpointIndex(model_dir, config, tensors, headers_only)
 
 
 def _is_directory(model_dir: Path, faults: FaultList) -> bool:
@@ -214,17 +219,20 @@ def _stays_inside(name: str) -> bool:
     return not path.is_absolute() and ".." not in path.parts and path.name != ""
 
 
-def _read_shards(model_dir: Path, weight_map: dict[str, str], faults: FaultList) -> dict[str, TensorEntry]:
-    """Every tensor of every shard, checked against the index."""
+def _read_shards(model_dir: Path, weight_map: dict[str, str], faults: FaultList) -> tuple[dict[str, TensorEntry], bool]:
+    """Every tensor of every shard, checked against the index; and whether some shard has no data."""
     index_path = model_dir / INDEX_NAME
     tensors: dict[str, TensorEntry] = {}
     unread: set[str] = set()
+    headers_only = False
     shards = {name: model_dir / name for name in sorted(set(weight_map.values())) or [SINGLE_NAME]}
     for shard_name, path in shards.items():
-        entries = _read_shard(path, faults)
-        if entries is None:
+        shard = _read_shard(path, faults)
+        if shard is None:
             unread.add(shard_name)
             continue
+        entries, is_empty = shard
+        headers_only |= is_empty
         for name, entry in entries.items():
             if name in tensors:
                 text = f"is also in {printable(tensors[name].shard.name)}; download both shards again"
@@ -239,11 +247,11 @@ def _read_shards(model_dir: Path, weight_map: dict[str, str], faults: FaultList)
         if shard_name not in unread and (found is None or found.shard != shards[shard_name]):
             text = f"is not in {printable(shard_name)}, where the index puts it; download the index and the shard again"
             faults.add("tensors that their shard lacks", index_path, name, text)
-    return tensors
+    return tensors, headers_only
 
 
-def _read_shard(path: Path, faults: FaultList) -> dict[str, TensorEntry] | None:
-    """The tensors of one safetensors file; None, and a fault, if it has no sound header."""
+def _read_shard(path: Path, faults: FaultList) -> tuple[dict[str, TensorEntry], bool] | None:
+    """The tensors of one safetensors file, and whether it has no data; None, and a fault, if it has no sound header."""
     fd = _open_regular(path, faults)
     if fd is None:
         return None
@@ -266,7 +274,8 @@ def _read_shard(path: Path, faults: FaultList) -> dict[str, TensorEntry] | None:
     if len(entries) < len(fields.keys() - {"__metadata__"}):
         return None  # reported; the gap it leaves and its index entry without tensor would only repeat that
     _check_layout(entries, data_begin, size, path, faults)
-    return entries
+    metadata = fields.get("__metadata__")
+    return entries, isinstance(metadata, dict) and metadata.items() >= HEADERS_ONLY.items()
 
 
 def _read_header(fd: int, size: int, path: Path, faults: FaultList) -> tuple[dict[str, Any], int] | None:

@@ -72,6 +72,8 @@ class WeightPlan:
     items: tuple[ReadItem, ...]
     targets: Mapping[str, TargetSpec]
     total_bytes: int
+    headers_only: bool = False
+    """The files have no data: the plan is for counting, ``fill`` refuses it."""
 
 
 def plan_component(index: CheckpointIndex, component: str, dtype: str = "auto") -> WeightPlan:
@@ -91,7 +93,8 @@ def plan_component(index: CheckpointIndex, component: str, dtype: str = "auto") 
         items.append(ReadItem(entry.shard, entry.begin, entry.end, target, offset))
     items.sort(key=lambda item: (str(item.shard), item.begin))
     check_coverage(items, targets)
-    return WeightPlan(component, tuple(items), targets, sum(item.num_bytes for item in items))
+    total_bytes = sum(item.num_bytes for item in items)
+    return WeightPlan(component, tuple(items), targets, total_bytes, index.headers_only)
 
 
 def state_dict_name(component: str, hub_key: str) -> str:

@@ -20,6 +20,7 @@ from stagelaunch.core.errors import CheckpointError, Fault
 from stagelaunch.core.units import MIB
 from stagelaunch.weights.faults import printable
 from stagelaunch.weights.plan import ReadItem, WeightPlan
+from stagelaunch.weights.validate import HEADERS_ONLY_TEXT
 
 CHUNK_BYTES = 8 * MIB
 """Most bytes one read asks for, and the size of the host buffer. A multiple of every item size."""
@@ -62,9 +63,11 @@ def fill(plan: WeightPlan, tensors: Mapping[str, torch.Tensor], copy: Copy | Non
     in place. ``progress`` is called with growing byte counts, first with 0 and last with the total, at most about
     every hundredth of it.
 
-    Raises CheckpointError naming file and offset when a file cannot be read or ends early. The tensors are then partly
-    filled; every descriptor is closed either way.
+    Raises CheckpointError when the files have headers only, before anything is read; and naming file and offset when a
+    file cannot be read or ends early. The tensors are then partly filled; every descriptor is closed either way.
     """
+    if plan.headers_only:
+        raise _fault(plan.items[0].shard.parent, HEADERS_ONLY_TEXT)
     _check_tensors(plan, tensors, in_place=copy is None)
     flat = {name: tensor.detach().view(-1) for name, tensor in tensors.items()}
     read_into = _in_place(flat) if copy is None else _staged(flat, copy)

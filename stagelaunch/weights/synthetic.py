@@ -1,4 +1,4 @@
-"""Writes a small checkpoint with random weights in the real format: for trying out, and for tests.
+"""Writes a small checkpoint with random weights, or one of any size with headers only: for trying out, and for tests.
 
 Config, key names, per-expert tensors, shards and index are those of the published model; only the sizes differ. The
 numbers are scaled so that every part of the model does something: finite logits that depend on their input, experts
@@ -12,6 +12,7 @@ import os
 import shutil
 import zlib
 from collections.abc import Mapping
+from importlib.resources import files
 from math import prod, sqrt
 from pathlib import Path
 from typing import Any
@@ -20,11 +21,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stagelaunch.core.errors import UsageError
-from stagelaunch.weights.index import CONFIG_NAME, INDEX_NAME
-from stagelaunch.weights.omni_spec import COMPONENTS, expected_tensors
+from stagelaunch.weights.index import CONFIG_NAME, DTYPE_BYTES, HEADERS_ONLY, INDEX_NAME
+from stagelaunch.weights.omni_spec import COMPONENTS, Shape, component_dtype, expected_tensors
+from stagelaunch.weights.validate import TORCH_NAMES
 
 NUM_SHARDS = 4
 """Shard borders lie at equal sizes, so they fall inside components: one shard holds two, one component is in two."""
+PUBLISHED_SHARDS = 15
+"""Of Qwen3-Omni-30B-A3B."""
 
 _ROPE = {"rope_type": "default", "type": "default", "interleaved": True}
 
@@ -190,21 +194,36 @@ TINY_CONFIG: dict[str, Any] = {
 """Every part of the published model, at a thousandth of its size."""
 
 Array = NDArray[Any]
+ARRAY_DTYPES = {np.dtype("<f4"): "F32", np.dtype("<u2"): "BF16"}
+"""numpy's dtype -> safetensors' name. numpy has no bfloat16: it is held as its bits."""
+
+
+def published_config() -> dict[str, Any]:
+    """config.json of Qwen3-Omni-30B-A3B, as far as it decides shapes."""
+    config: dict[str, Any] = json.loads(files("stagelaunch.weights").joinpath("qwen3_omni_30b_config.json").read_text())
+    return config
 
 
 def write_checkpoint(
-    out_dir: Path, *, seed: int = 0, config: Mapping[str, Any] = TINY_CONFIG, force: bool = False
+    out_dir: Path,
+    *,
+    seed: int = 0,
+    config: Mapping[str, Any] = TINY_CONFIG,
+    force: bool = False,
+    headers_only: bool = False,
+    num_shards: int = NUM_SHARDS,
 ) -> int:
-    """Write a float32 checkpoint of ``config`` to ``out_dir`` and return the bytes of its weights.
+    """Write a checkpoint of ``config``, in its dtype, to ``out_dir`` and return the bytes of its weights.
 
-    The same seed gives the same bytes. ``out_dir`` appears complete or not at all. UsageError if it exists and is not
-    empty, unless ``force`` is given and it holds a checkpoint, which is then replaced.
+    The same seed gives the same bytes. With ``headers_only`` the files are marked as such, have their full size and
+    take no space on the disk. ``out_dir`` appears complete or not at all. UsageError if it exists and is not empty,
+    unless ``force`` is given and it holds a checkpoint, which is then replaced.
     """
     _check_replaceable(out_dir, force)
     staging = out_dir.with_name(f".{out_dir.name}.{os.getpid()}.tmp")
     try:
         staging.mkdir(parents=True)
-        total_bytes = _write_files(staging, dict(config), seed)
+        total_bytes = _write_files(staging, dict(config), None if headers_only else seed, num_shards)
         if out_dir.exists():
             replaced = staging.with_suffix(".old")
             out_dir.rename(replaced)
@@ -233,44 +252,80 @@ def _check_replaceable(out_dir: Path, force: bool) -> None:
         raise UsageError(f"cannot replace {out_dir}: it does not hold a checkpoint; choose another directory")
 
 
-def _write_files(directory: Path, config: dict[str, Any], seed: int) -> int:
+def _write_files(directory: Path, config: dict[str, Any], seed: int | None, num_shards: int) -> int:
+    """``seed`` None: headers only."""
+    dtype = {torch_name: name for name, torch_name in TORCH_NAMES.items()}[component_dtype(config)]
     shapes = {key: shape for component in COMPONENTS for key, shape in expected_tensors(config, component).items()}
-    total_bytes = sum(4 * prod(shape) for shape in shapes.values())
     weight_map: dict[str, str] = {}
-    for number, keys in enumerate(_split(shapes, total_bytes), start=1):
-        shard = f"model-{number:05d}-of-{NUM_SHARDS:05d}.safetensors"
-        write_shard(directory / shard, {key: random_tensor(key, shapes[key], seed) for key in keys})
+    for number, keys in enumerate(_split(shapes, num_shards), start=1):
+        shard = f"model-{number:05d}-of-{num_shards:05d}.safetensors"
+        if seed is None:
+            _write_headers(directory / shard, {key: shapes[key] for key in keys}, dtype)
+        else:
+            numbers = {key: random_tensor(key, shapes[key], seed) for key in keys}
+            write_shard(directory / shard, {key: _encoded(array, dtype) for key, array in numbers.items()})
         weight_map.update(dict.fromkeys(keys, shard))
+    total_bytes = DTYPE_BYTES[dtype] * sum(map(prod, shapes.values()))
     index = {"metadata": {"total_size": total_bytes}, "weight_map": dict(sorted(weight_map.items()))}
     (directory / INDEX_NAME).write_text(json.dumps(index, indent=2) + "\n")
     (directory / CONFIG_NAME).write_text(json.dumps(config, indent=2) + "\n")
     return total_bytes
 
 
-def _split(shapes: Mapping[str, tuple[int, ...]], total_bytes: int) -> list[list[str]]:
-    """The keys of each shard, cut where a share of the bytes is full; sorted, as the hub's shards are."""
-    shards: list[list[str]] = [[] for _ in range(NUM_SHARDS)]
+def _split(shapes: Mapping[str, Shape], num_shards: int) -> list[list[str]]:
+    """The keys of each shard, cut where a share of the numbers is full; sorted, as the hub's shards are."""
+    shards: list[list[str]] = [[] for _ in range(num_shards)]
+    total = sum(map(prod, shapes.values()))
     position = 0
     for key, shape in shapes.items():
-        shards[min(position * NUM_SHARDS // total_bytes, NUM_SHARDS - 1)].append(key)
-        position += 4 * prod(shape)
+        shards[min(position * num_shards // total, num_shards - 1)].append(key)
+        position += prod(shape)
     return [sorted(keys) for keys in shards]
 
 
 def write_shard(path: Path, tensors: Mapping[str, Array]) -> None:
-    """One safetensors file of float32 arrays, laid out in the order given."""
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    arrays = {name: np.asarray(array, dtype="<f4") for name, array in tensors.items()}
-    position = 0
-    for name, array in arrays.items():
-        header[name] = {"dtype": "F32", "shape": list(array.shape), "data_offsets": [position, position + array.nbytes]}
-        position += array.nbytes
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)  # the format wants the data aligned
+    """One safetensors file, laid out in the order given: float32, or bfloat16 of arrays that hold its bits (uint16)."""
+    arrays = {
+        name: np.asarray(array, dtype="<u2" if array.dtype == np.uint16 else "<f4") for name, array in tensors.items()
+    }
+    header, _ = _header({name: (ARRAY_DTYPES[array.dtype], array.shape) for name, array in arrays.items()}, {})
     with path.open("wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
+        file.write(header)
         for array in arrays.values():
             file.write(array.tobytes())
+
+
+def _write_headers(path: Path, shapes: Mapping[str, Shape], dtype: str) -> None:
+    """The file ``write_shard`` would write, but a hole where the data would be, and a mark that says so."""
+    header, data_bytes = _header({name: (dtype, shape) for name, shape in shapes.items()}, HEADERS_ONLY)
+    with path.open("wb") as file:
+        file.write(header)
+        file.truncate(len(header) + data_bytes)
+
+
+def _header(tensors: Mapping[str, tuple[str, Shape]], metadata: Mapping[str, str]) -> tuple[bytes, int]:
+    """A shard up to its data, and how many bytes of data follow."""
+    fields: dict[str, Any] = {"__metadata__": {"format": "pt", **metadata}}
+    position = 0
+    for name, (dtype, shape) in tensors.items():
+        end = position + DTYPE_BYTES[dtype] * prod(shape)
+        fields[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [position, end]}
+        position = end
+    text = json.dumps(fields, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # the format wants the data aligned
+    return len(text).to_bytes(8, "little") + text, position
+
+
+def _encoded(array: Array, dtype: str) -> Array:
+    """float32 numbers in ``dtype``; bfloat16 as its bits, rounded to nearest, ties to even. Finite numbers only."""
+    match dtype:
+        case "F32":
+            return array
+        case "BF16":
+            bits = array.view(np.uint32)
+            return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
+        case _:
+            raise UsageError(f"cannot write weights as {TORCH_NAMES[dtype]}: not supported; use float32 or bfloat16")
 
 
 def random_tensor(key: str, shape: tuple[int, ...], seed: int) -> Array:

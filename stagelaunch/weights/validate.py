@@ -16,6 +16,16 @@ from stagelaunch.weights.omni_spec import COMPONENTS, component_dtype, expected_
 TORCH_NAMES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 """safetensors' name of a dtype a stage can run in -> torch's."""
 
+HEADERS_ONLY_TEXT = "holds headers only: there is no data in it; plan with it, but boot from the model's own files"
+
+
+def require_data(index: CheckpointIndex) -> None:
+    """Nothing, if the checkpoint has data; CheckpointError for one of headers only: it can be planned, not booted."""
+    faults = FaultList()
+    if index.headers_only:
+        faults.add("headers only", index.model_dir, None, HEADERS_ONLY_TEXT)
+    faults.raise_if_any()
+
 
 def validate_component(index: CheckpointIndex, component: str, dtype: str = "auto") -> None:
     """Nothing, if the tensors of ``component`` are the config's in name, shape and dtype: none missing, none besides.

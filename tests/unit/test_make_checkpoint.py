@@ -117,3 +117,29 @@ def test_wrong_usage_is_one_line(arguments: list[str]) -> None:
     done = run_script(*arguments)
     assert done.returncode == 64
     assert len(done.stderr.splitlines()) == 1
+
+
+def test_bfloat16_is_rounded_to_nearest_even(tmp_path: Path) -> None:
+    config = {**small_config(), "dtype": "bfloat16"}
+    total_bytes = write_checkpoint(tmp_path / "half", seed=1, config=config)
+    assert total_bytes * 2 == write_checkpoint(tmp_path / "whole", seed=1, config=small_config())
+    index = read_index(tmp_path / "half")
+    validate(index, dict.fromkeys(COMPONENTS, "bfloat16"))
+    torch = pytest.importorskip("torch")
+    for entry in list(index.tensors.values())[::20]:
+        content = entry.shard.read_bytes()[entry.begin : entry.end]
+        stored = torch.frombuffer(bytearray(content), dtype=torch.bfloat16).view(entry.shape)
+        assert torch.equal(stored, torch.from_numpy(random_tensor(entry.name, entry.shape, 1)).bfloat16())
+
+
+def test_the_real_size_is_written_as_headers_only(tmp_path: Path) -> None:
+    refused = run_script("--out", str(tmp_path / "model"), "--size", "30b")
+    assert (refused.returncode, list(tmp_path.iterdir())) == (64, [])
+    assert "add --headers-only" in refused.stderr
+    done = run_script("--out", str(tmp_path / "model"), "--size", "30b", "--headers-only")
+    assert done.returncode == 0
+    assert "headers only, no data, of 65.68 GiB" in done.stderr
+    index = read_index(tmp_path / "model")
+    assert index.headers_only
+    assert len({entry.shard for entry in index.tensors.values()}) == 15
+    assert len(index.tensors) == 28_010

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -15,9 +14,9 @@ from stagelaunch.core.ledger import KVLayout
 from stagelaunch.weights.index import CheckpointIndex, TensorEntry
 from stagelaunch.weights.omni_spec import COMPONENTS, component_dtype, expected_tensors, kv_layout
 from stagelaunch.weights.plan import plan_component
-from stagelaunch.weights.synthetic import TINY_CONFIG
+from stagelaunch.weights.synthetic import TINY_CONFIG, published_config
 
-PUBLISHED = json.loads((Path(__file__).parent.parent / "fixtures" / "qwen3_omni_30b_config.json").read_text())
+PUBLISHED = published_config()
 
 
 def changed(**changes: Any) -> dict[str, Any]:

@@ -1,0 +1,90 @@
+"""What a stage will need, said before it boots: the question and the answer, as plain data and as JSON.
+
+Asked by ``supervisor.forecast``, answered by ``worker.forecast`` in a process of its own. Pure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from stagelaunch.core.ledger import KVLayout
+
+
+@dataclass(frozen=True)
+class StageNeed:
+    """What a stage takes whatever its budget is. In bytes; context, non-torch growth and margin are not in it."""
+
+    weights_bytes: int
+    """Parameters and buffers, in whole segments of the allocator."""
+    activations_bytes: int
+    """Peak of the largest batch, above what is resident."""
+    graphs_bytes: int
+    """Estimate from trial captures."""
+    layout: KVLayout | None
+    """Shape of the KV cache; None for a stage without one."""
+
+    @property
+    def total_bytes(self) -> int:
+        """Weights, activations and graphs together."""
+        return self.weights_bytes + self.activations_bytes + self.graphs_bytes
+
+
+@dataclass(frozen=True)
+class NeedRequest:
+    """A stage whose need is asked for: its engine, and what the engine is to build."""
+
+    stage_id: int
+    engine: str
+    component: str
+    model_dir: Path
+    dtype: str
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int
+    block_size: int
+    capture_sizes: tuple[int, ...]
+    """Largest first; empty: no graphs."""
+    options: Mapping[str, str] = field(default_factory=dict)
+    env: Mapping[str, str] = field(default_factory=dict)
+    """Set while the stage is forecast."""
+
+
+@dataclass(frozen=True)
+class Needs:
+    """The answers by stage id: every stage asked for is in exactly one of the two."""
+
+    found: Mapping[int, StageNeed]
+    errors: Mapping[int, str]
+    """Why a stage has no forecast."""
+
+
+def need_to_json(need: StageNeed) -> dict[str, Any]:
+    """Plain JSON of a need."""
+    return asdict(need)
+
+
+def need_from_json(body: Mapping[str, Any]) -> StageNeed:
+    """Inverse of ``need_to_json``. KeyError or TypeError for anything else."""
+    layout = body["layout"]
+    return StageNeed(
+        weights_bytes=int(body["weights_bytes"]),
+        activations_bytes=int(body["activations_bytes"]),
+        graphs_bytes=int(body["graphs_bytes"]),
+        layout=None if layout is None else KVLayout(**layout),
+    )
+
+
+def request_to_json(request: NeedRequest) -> dict[str, Any]:
+    """Plain JSON of a request."""
+    options, env = dict(request.options), dict(request.env)
+    plain = {**request.__dict__, "model_dir": str(request.model_dir), "capture_sizes": list(request.capture_sizes)}
+    return {**plain, "options": options, "env": env}
+
+
+def request_from_json(body: Mapping[str, Any]) -> NeedRequest:
+    """Inverse of ``request_to_json``. KeyError or TypeError for anything else."""
+    converted = {"model_dir": Path(body["model_dir"]), "capture_sizes": tuple(body["capture_sizes"])}
+    return NeedRequest(**{**body, **converted})

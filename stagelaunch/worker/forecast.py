@@ -1,0 +1,156 @@
+"""What stages will need, without a device: the engine's own code walked on one whose tensors have no data.
+
+Not a boot: nothing is read but the checkpoint's headers, no lock is taken, no device is touched.
+``supervisor.forecast`` runs it as a program, because engines import torch: a job on stdin, an answer a line on stdout.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, TextIO
+
+from stagelaunch.core.ledger import estimate_graphs
+from stagelaunch.core.need import NeedRequest, StageNeed, need_to_json, request_from_json
+from stagelaunch.system.process import die_with_parent
+
+if TYPE_CHECKING:
+    from stagelaunch.devices.base import Device
+    from stagelaunch.engines.base import Engine, EngineSpec
+
+MAX_TEXT_CHARS = 2_000
+
+
+def forecast(spec: EngineSpec, engine_name: str) -> StageNeed:
+    """What the stage will take, by the rules of a simulated device. A stage over several devices counts as one.
+
+    Raises StageError for an engine that is not there, and whatever the engine raises, also because it needs data.
+    """
+    # Imported here: torch takes seconds, and the program sets its environment first.
+    from stagelaunch.devices.forecast import ForecastDevice
+    from stagelaunch.engines.base import create_engine
+
+    engine, device = create_engine(engine_name, spec), ForecastDevice()
+    device.create_context()
+    engine.import_libraries()
+    engine.allocate_weights(device)
+    _settle(device)
+    weights_bytes = device.memory().reserved_bytes
+    need = StageNeed(
+        weights_bytes, _activations(engine, device), _graphs(engine, device, spec.capture_sizes), engine.kv_layout
+    )
+    engine.close()
+    return need
+
+
+def _activations(engine: Engine, device: Device) -> int:
+    """As ``worker.boot`` measures it. One run: nothing is compiled here, and no workspace is counted."""
+    device.reset_peak()
+    engine.run_largest_batch()
+    peak_bytes = device.memory().peak_reserved_bytes
+    _settle(device)
+    return max(peak_bytes - device.memory().reserved_bytes, 0)
+
+
+def _graphs(engine: Engine, device: Device, sizes: tuple[int, ...]) -> int:
+    """As ``worker.boot`` estimates it: the largest few graphs over the smallest cache."""
+    from stagelaunch.worker.boot import TRIAL_CAPTURES
+
+    if not sizes:
+        return 0
+    layout = engine.kv_layout
+    if layout is not None:
+        engine.allocate_kv(layout.blocks_for(1))
+    trials = [_captured(engine, device, size) for size in sizes[:TRIAL_CAPTURES]]
+    engine.release_graphs()
+    engine.release_kv()
+    return estimate_graphs(trials, len(sizes))
+
+
+def _captured(engine: Engine, device: Device, size: int) -> int:
+    before = device.memory().reserved_bytes
+    engine.capture(size)
+    _settle(device)
+    return device.memory().reserved_bytes - before
+
+
+def _settle(device: Device) -> None:
+    gc.collect()
+    device.empty_cache()
+
+
+def main() -> int:
+    """Answer a job on stdin (parent_pid, path, requests): one JSON line a stage, with its need or an error."""
+    job = json.load(sys.stdin)
+    die_with_parent(int(job["parent_pid"]))
+    sys.path[:] = job["path"]
+    with _private_stdout() as answers:
+        for body in job["requests"]:
+            request = request_from_json(body)
+            print(json.dumps(_answer(request)), file=answers, flush=True)
+    return 0
+
+
+def _answer(request: NeedRequest) -> Mapping[str, Any]:
+    """The need, or what went wrong: one stage's failure is not another's."""
+    from stagelaunch.core.errors import StagelaunchError
+
+    try:
+        with _environment(request.env):
+            return {"stage_id": request.stage_id, "need": need_to_json(forecast(_engine_spec(request), request.engine))}
+    except StagelaunchError as error:
+        text = str(error)
+    except (Exception, SystemExit) as error:
+        text = f"{type(error).__name__}: {error}"
+    return {"stage_id": request.stage_id, "error": text[:MAX_TEXT_CHARS]}
+
+
+def _engine_spec(request: NeedRequest) -> EngineSpec:
+    from stagelaunch.engines.base import EngineSpec
+
+    return EngineSpec(
+        component=request.component,
+        model_dir=request.model_dir,
+        dtype=request.dtype,
+        max_num_seqs=request.max_num_seqs,
+        max_num_batched_tokens=request.max_num_batched_tokens,
+        max_model_len=request.max_model_len,
+        block_size=request.block_size,
+        capture_sizes=request.capture_sizes,
+        options=request.options,
+    )
+
+
+@contextmanager
+def _environment(env: Mapping[str, str]) -> Iterator[None]:
+    """The stage's own variables, for as long as it is its turn."""
+    before = dict(os.environ)
+    os.environ.update(env)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+@contextmanager
+def _private_stdout() -> Iterator[TextIO]:
+    """Where the answers go; whatever else is printed, by an engine or a library, goes to stderr."""
+    sys.stdout.flush()
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    try:
+        yield answers
+    finally:
+        answers.close()
+
+
+if __name__ == "__main__":
+    code = main()
+    sys.stderr.flush()
+    # The interpreter's own exit can hang on what a library left behind.
+    os._exit(code)
