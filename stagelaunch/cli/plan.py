@@ -9,15 +9,19 @@ from pathlib import Path
 
 import click
 
-from stagelaunch.cli.machine import list_claims, list_devices
+from stagelaunch.cli.machine import list_claims, list_devices, simulated_machine
 from stagelaunch.config_file import LoadedDeployment, load_deployment
+from stagelaunch.core.budgets import Forecasts
 from stagelaunch.core.config import Deployment
 from stagelaunch.core.config_rules import ENGINE_QWEN3_OMNI
 from stagelaunch.core.errors import CheckpointError, UsageError
+from stagelaunch.core.explain_text import render_explanation
 from stagelaunch.core.identity import DeviceRef, number_refs, read_ref
+from stagelaunch.core.need import NO_NEEDS
 from stagelaunch.core.plan import Plan, make_plan, make_plan_now, plan_to_json, refusal
 from stagelaunch.core.plan_text import render_plan
 from stagelaunch.core.units import parse_size
+from stagelaunch.supervisor.forecast import FORECAST_TIMEOUT_S, ask_needs_sync, forecasts_of, need_requests
 
 _SHOWN_FAULTS = 3
 
@@ -33,36 +37,51 @@ _SHOWN_FAULTS = 3
     help="Plan for devices of this size (80GiB, or 0=80GiB,GPU-8932f937=141GiB) instead of the ones at hand."
     " Repeatable.",
 )
-def plan(config: Path, as_json: bool, device_totals: tuple[str, ...]) -> None:
+@click.option(
+    "--explain", is_flag=True, help="Say where every byte will go, by a forecast of some seconds; no GPU needed."
+)
+def plan(config: Path, as_json: bool, device_totals: tuple[str, ...], explain: bool) -> None:
     """Show what the deployment CONFIG needs and whether it fits.
 
     Without --device-total the devices of this machine are asked, also for what is free and claimed now.
     """
     loaded = load_deployment(config)
-    made = _planned(loaded, device_totals)
-    click.echo(json.dumps(plan_to_json(made), indent=2) if as_json else render_plan(made))
+    made = _planned(loaded, device_totals, _forecasts(loaded, explain))
+    text = render_plan(made, render_explanation(made) if explain else None)
+    click.echo(json.dumps(plan_to_json(made), indent=2) if as_json else text)
     if (error := refusal(made)) is not None:
         raise error
 
 
-def _planned(loaded: LoadedDeployment, device_totals: Sequence[str]) -> Plan:
+def _forecasts(loaded: LoadedDeployment, explain: bool) -> Forecasts:
+    """The needs of all stages, or of those whose budget is to be worked out, which no plan can do without."""
+    requests = need_requests(loaded, auto_only=not explain)
+    # Asking takes a process and seconds: not where there is nothing to ask.
+    needs = ask_needs_sync(requests, FORECAST_TIMEOUT_S) if requests else NO_NEEDS
+    return forecasts_of(needs, simulated_machine(loaded))
+
+
+def _planned(loaded: LoadedDeployment, device_totals: Sequence[str], forecasts: Forecasts) -> Plan:
     deployment = loaded.deployment
     if device_totals:
         used = [ref for refs in deployment.stage_refs.values() for ref in refs]
         totals = parse_device_totals(device_totals, used)
-        return _planned_unseen(deployment, totals, _weights_bytes(loaded))
+        return _planned_unseen(deployment, totals, _weights_bytes(loaded), forecasts)
     resolved = loaded.resolve(list_devices(loaded), os.environ)
     claims = list_claims(loaded.lock_dir, resolved.devices)
-    return make_plan_now(deployment, resolved, claims, _weights_bytes(loaded))
+    return make_plan_now(deployment, resolved, claims, _weights_bytes(loaded), forecasts)
 
 
-def _planned_unseen(deployment: Deployment, totals: Mapping[DeviceRef, int], weights: Mapping[int, int]) -> Plan:
+def _planned_unseen(
+    deployment: Deployment, totals: Mapping[DeviceRef, int], weights: Mapping[int, int], forecasts: Forecasts
+) -> Plan:
     """Without a machine to look at, every UUID is a device of its own, as it is written."""
     numbers = number_refs([*(ref for refs in deployment.stage_refs.values() for ref in refs), *totals])
     return make_plan(
         deployment.on_devices(numbers),
         {numbers[ref]: total for ref, total in totals.items()},
         weights,
+        forecasts=forecasts,
         uuids={number: ref for ref, number in numbers.items() if isinstance(ref, str)},
     )
 

@@ -11,24 +11,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from stagelaunch.core.config import Deployment, Stage
-from stagelaunch.core.ledger import KVLayout, Ledger, Source, Term, fill_ledger, smallest_budget
+from stagelaunch.core.ledger import Ledger, Source, Term, fill_ledger, smallest_budget
+from stagelaunch.core.need import StageNeed
 from stagelaunch.core.units import GIB
 
 ASSUMED_CONTEXT_BYTES = GIB
 """Of a real device: its context and what libraries take beside the allocator. Nothing tells before there is one."""
 HEADROOM_SHARE = 20
 """A forecast does not know every workspace of every kernel: one part in so many of what computing takes is added."""
-
-
-@dataclass(frozen=True)
-class StageNeed:
-    """What one stage will take of its device, forecast without one. Bytes."""
-
-    weights_bytes: int
-    activations_bytes: int
-    graphs_bytes: int
-    layout: KVLayout | None
-    """None for a stage without KV cache."""
 
 
 @dataclass(frozen=True)
@@ -50,8 +40,7 @@ def least_budget(stage: AutoStage, context_bytes: int) -> int:
     """The smallest budget the stage can boot with: its need, its margin and one request of KV cache."""
     need, layout = stage.need, stage.need.layout
     request_bytes = 0 if layout is None else layout.blocks_for(stage.max_model_len) * layout.block_bytes
-    work_bytes = need.weights_bytes + need.activations_bytes + need.graphs_bytes + headroom_bytes(need)
-    return smallest_budget(context_bytes + work_bytes + request_bytes)
+    return smallest_budget(context_bytes + need.total_bytes + headroom_bytes(need) + request_bytes)
 
 
 def auto_budgets(available_bytes: int, stages: Sequence[AutoStage], context_bytes: int) -> dict[int, int]:

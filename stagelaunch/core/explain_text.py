@@ -5,10 +5,12 @@ Of what is forecast (``core.budgets``): a boot measures all of it anew. ASCII on
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from stagelaunch.core.ledger import Ledger
 from stagelaunch.core.plan import DevicePlan, Plan, StagePlan
 from stagelaunch.core.table import table
-from stagelaunch.core.units import format_size
+from stagelaunch.core.units import format_size, format_sizes
 
 _HEAD = (
     "device", "stage", "budget", "context", "weights", "activations", "graphs", "margin", "KV cache", "unspent",
@@ -20,7 +22,7 @@ _TERMS = ("budget", "context", "weights", "activations", "graphs", "margin", "kv
 def render_explanation(plan: Plan) -> str:
     """A row per stage and device with the forecast of its ledger, the rest of each device, then the sources."""
     stages = {stage.stage: stage for stage in plan.stages}
-    rows = [_row(device, stages[demand.stage_id]) for device in plan.devices for demand in device.verdict.demands]
+    rows = [row for device in plan.devices for row in _rows(device, stages)]
     lines = ["where every byte goes, by forecast", *table([_HEAD, *rows], right=range(2, 13), indent=2)]
     unknown = [stage for stage in plan.stages if stage.forecast_error]
     lines += [f"  {_rest(device)}" for device in plan.devices if device.verdict.demands]
@@ -28,14 +30,30 @@ def render_explanation(plan: Plan) -> str:
     return "\n".join([*lines, *_sources(plan)])
 
 
-def _row(device: DevicePlan, stage: StagePlan) -> tuple[str, ...]:
-    name, ledger = f"{stage.stage} {stage.name}", stage.forecast
-    index = str(device.verdict.device)
-    # The ledger is of the stage's first device; how ranks share its need on others is not known.
-    if ledger is None or device.verdict.device != stage.devices[0]:
-        return (index, name, *["-"] * (len(_HEAD) - 2))
-    sizes = {term: format_size(getattr(ledger, term).size_bytes) for term in _TERMS}
-    return (index, name, *sizes.values(), format_size(ledger.unspent_bytes), *_kv(stage, ledger))
+def _rows(device: DevicePlan, stages: Mapping[int, StagePlan]) -> list[tuple[str, ...]]:
+    """The stages of one device, their sizes in one unit, so that they can be compared and added up."""
+    here = [stages[demand.stage_id] for demand in device.verdict.demands]
+    # A ledger is of its stage's first device; how ranks share its need on others is not known.
+    ledgers = {
+        stage.stage: stage.forecast
+        for stage in here
+        if stage.forecast is not None and device.verdict.device == stage.devices[0]
+    }
+    sizes = iter(format_sizes(size for ledger in ledgers.values() for size in _sizes(ledger)))
+    columns = {stage: [next(sizes) for _ in _sizes(ledger)] for stage, ledger in ledgers.items()}
+    return [
+        (
+            str(device.verdict.device),
+            f"{stage.stage} {stage.name}",
+            *(columns[stage.stage] if stage.stage in columns else ["-"] * (len(_TERMS) + 1)),
+            *(_kv(stage, ledgers[stage.stage]) if stage.stage in ledgers else ("-", "-", "-")),
+        )
+        for stage in here
+    ]
+
+
+def _sizes(ledger: Ledger) -> list[int]:
+    return [*(getattr(ledger, term).size_bytes for term in _TERMS), ledger.unspent_bytes]
 
 
 def _kv(stage: StagePlan, ledger: Ledger) -> tuple[str, str, str]:

@@ -61,6 +61,10 @@ class Needs:
     """Why a stage has no forecast."""
 
 
+NO_NEEDS = Needs({}, {})
+"""Nothing was asked."""
+
+
 def need_to_json(need: StageNeed) -> dict[str, Any]:
     """Plain JSON of a need."""
     return asdict(need)

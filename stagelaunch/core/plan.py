@@ -96,6 +96,12 @@ class Plan:
         """Everything that speaks against a boot."""
         return self.unplanned + self.missing + self.over_full + self.not_now + self.claimed
 
+    def auto_budget_bytes(self, stage: Stage) -> int | None:
+        """The budget that was worked out for a stage; None for one that has its own."""
+        if stage.demand is not None:
+            return None
+        return _budget_bytes(stage, stage.device_indices[0], [device.verdict for device in self.devices])
+
     @property
     def fits(self) -> bool:
         """Nothing speaks against a boot."""

@@ -7,13 +7,15 @@ from collections.abc import Sequence
 from stagelaunch.core.phases import STEPS
 from stagelaunch.core.plan import DevicePlan, Plan, StagePlan
 from stagelaunch.core.table import table
-from stagelaunch.core.units import format_size
+from stagelaunch.core.units import format_size, format_sizes
 
 Row = Sequence[str]
 
 
-def render_plan(plan: Plan) -> str:
-    """The whole plan; findings stand in full in ``plan.findings``, here only as amounts and the verdict."""
+def render_plan(plan: Plan, explanation: str | None = None) -> str:
+    """The whole plan, ``explanation`` before the verdict; findings stand in full in ``plan.findings``, here only as
+    amounts and the verdict.
+    """
     stages = {stage.stage: stage for stage in plan.stages}
     blocks = [
         [_headline(plan)],
@@ -29,6 +31,7 @@ def render_plan(plan: Plan) -> str:
         ["devices", *_device_table(plan)],
         *_claim_blocks(plan),
         ["steps of every stage", *table([("phase", "step", "device lock", "why"), *_step_rows()], indent=2)],
+        *([] if explanation is None else [[explanation]]),
         [f"verdict: {_verdict(plan)}"],
     ]
     return "\n\n".join("\n".join(block) for block in blocks)
@@ -63,16 +66,18 @@ def _device_names(devices: Sequence[int]) -> str:
 
 
 def _memory_rows(plan: Plan, stages: dict[int, StagePlan]) -> list[Row]:
-    return [
-        (
-            str(device.verdict.device),
-            f"{demand.stage_id} {stages[demand.stage_id].name}",
-            _size(demand.budget_bytes),
-            _size(device.verdict.reserve_bytes),
-            _size(stages[demand.stage_id].weights_bytes),
-        )
+    """A row for each stage on each of its devices; all sizes in one unit, to be compared and added up."""
+    found = [
+        (device, stages[demand.stage_id], (demand.budget_bytes, device.verdict.reserve_bytes))
         for device in plan.devices
         for demand in device.verdict.demands
+    ]
+    sizes = [(*asked, stage.weights_bytes) for _, stage, asked in found]
+    shown = iter(format_sizes(size for row in sizes for size in row if size is not None))
+    columns = [["-" if size is None else next(shown) for size in row] for row in sizes]
+    return [
+        (str(device.verdict.device), f"{stage.stage} {stage.name}", *row)
+        for (device, stage, _), row in zip(found, columns)
     ]
 
 

@@ -44,6 +44,8 @@ class StageRun:
     log_path: Path
     claim_id: str
     """Of the claim that the deployment was admitted with; the worker says that its memory counts for it."""
+    budget_is_auto: bool = False
+    """``budget_bytes`` was worked out, not written."""
     graphs_correction_bytes: int = 0
     """What an earlier capture of this stage took beyond its estimate, and 5 % more."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 
 KIB = 1024
 MIB = 1024**2
@@ -47,6 +48,16 @@ def format_size(size_bytes: int) -> str:
         if unit > 1 and magnitude >= unit:
             return f"{sign}{magnitude / unit:.2f} {name}"
     return f"{sign}{magnitude} B"
+
+
+def format_sizes(sizes_bytes: Iterable[int]) -> list[str]:
+    """Sizes that are read together, all in the unit of the largest: 0.40 GiB beside 59.08 GiB. 0 is ``0``."""
+    sizes = list(sizes_bytes)
+    largest = max(map(abs, sizes), default=0)
+    name, unit = next(((n, u) for n, u in reversed(_SIZE_UNITS.items()) if largest >= u), ("B", 1))
+    if unit == 1:
+        return [f"{size} B" for size in sizes]
+    return [f"{size / unit:.2f} {name}" if size else "0" for size in sizes]
 
 
 def format_duration(duration_s: float) -> str:

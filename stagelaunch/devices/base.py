@@ -58,6 +58,10 @@ class Device(Protocol):
     def fills_in_place(self) -> bool:
         """Resident tensors are host memory that may be written directly, at no rate of the device's own."""
 
+    @property
+    def holds_data(self) -> bool:
+        """Tensors have content. Where they do not, only memory is of interest: work that shows none may be left out."""
+
     def create_context(self) -> None:
         """Create the context and library handles every process pays for. Called once, before anything is allocated."""
 

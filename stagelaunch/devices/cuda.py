@@ -57,6 +57,11 @@ class CudaDevice:
         """Device memory is no host memory."""
         return False
 
+    @property
+    def holds_data(self) -> bool:
+        """It does."""
+        return True
+
     def create_context(self) -> None:
         """Create the context and the handles of the BLAS libraries. NoDeviceError if it is another device's."""
         torch.cuda.init()  # type: ignore[no-untyped-call]

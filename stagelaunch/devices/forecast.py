@@ -15,7 +15,7 @@ what the driver keeps for a graph's nodes, and the fragmentation of a real cachi
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -49,9 +49,16 @@ class ForecastDevice:
         # Host tensors that an engine mixes in are as good as their shapes.
         self._shapes = FakeTensorMode(allow_non_fake_inputs=True)
 
-    def create_context(self) -> int | None:
+    def create_context(self) -> None:
         """There is none; its cost is not part of a forecast."""
-        return 0
+
+    def process_table(self) -> Mapping[int, int | None] | None:
+        """No driver, no table."""
+        return None
+
+    def driver_free_bytes(self) -> int | None:
+        """No driver."""
+        return None
 
     def total_bytes(self) -> int:
         """More than any device has."""
@@ -61,16 +68,12 @@ class ForecastDevice:
         """The total less what is counted."""
         return self._memory.free_bytes(_INDEX)
 
-    def process_bytes(self) -> int | None:
-        """What is counted: reserved memory and graphs."""
-        return self._memory.process_bytes(_INDEX)
-
     def memory(self) -> MemoryStats:
         """The allocator's figures."""
         return self._allocator.stats()
 
     def reset_peak(self) -> None:
-        """Start the peak of reserved bytes anew."""
+        """Start both peaks anew."""
         self._allocator.reset_peak()
 
     def empty_cache(self) -> None:

@@ -59,6 +59,11 @@ class SimulatedDevice:
         """Host memory, unless the machine has a transfer rate that every byte must keep to."""
         return self._machine.transfer_bytes_per_s is None
 
+    @property
+    def holds_data(self) -> bool:
+        """It does."""
+        return True
+
     def create_context(self) -> None:
         """Charge what a context costs. torch.OutOfMemoryError when the device has no room for it."""
         self._check()

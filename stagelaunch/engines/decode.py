@@ -197,7 +197,7 @@ class DecodeRunner:
         cache, model = self.cache, self._model
         chunk_blocks = chunk_blocks_for(self.kv_layout, size, self._columns)
         # A long context is a hundred chunks a layer: minutes of a forecast that wants only the memory of one.
-        max_chunks = None if getattr(self._device, "holds_data", True) else FORECAST_CHUNKS
+        max_chunks = None if self._device.holds_data else FORECAST_CHUNKS
 
         def step(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
             inputs = DecodeInputs(*tensors)

@@ -7,7 +7,8 @@ whose masks and caches sync with the host. Importing this module imports transfo
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from typing import Any, Protocol
 
 import torch
@@ -85,6 +86,8 @@ class OmniModel:
     def __init__(self, component: str, module: Any) -> None:
         self.component = component
         self.module = module
+        self.thin = False
+        """Run only as many layers as show what all of them take; for tensors without data."""
 
     def materialise(
         self, targets: Mapping[str, tuple[tuple[int, ...], torch.dtype]], device: Device
@@ -95,6 +98,7 @@ class OmniModel:
         Buffers that no checkpoint holds are computed here, as transformers computes them. StageError otherwise.
         """
         self._check_targets(targets)
+        self.thin = not device.holds_data
         filled: dict[str, torch.Tensor] = {}
         for name, (shape, dtype) in targets.items():
             filled[name] = device.empty(shape, dtype)
@@ -152,7 +156,7 @@ class LanguageModel(OmniModel):
         self, token_ids: torch.Tensor, positions: torch.Tensor, attention: AttentionState
     ) -> torch.Tensor:
         """[batch, tokens] ids and positions to [batch, tokens, hidden] after the final norm."""
-        return _run_layers(self._text, self.embed(token_ids), positions, attention)
+        return _run_layers(self._text, self.embed(token_ids), positions, attention, thin=self.thin)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[..., hidden] to [..., vocab]."""
@@ -189,7 +193,7 @@ class TalkerModel(LanguageModel):
         for group, head in enumerate(self._predictor_heads):
             sequence = torch.stack(embeds, dim=1)
             positions = torch.arange(sequence.shape[1], device=sequence.device)[None]
-            states = _run_layers(self._predictor, sequence, positions, CausalPrefill())
+            states = _run_layers(self._predictor, sequence, positions, CausalPrefill(), thin=self.thin)
             codes.append(head(states[:, -1]).argmax(-1))
             embeds.append(self._predictor.codec_embedding[group](codes[-1]))
         return torch.stack(codes, dim=1)
@@ -260,13 +264,26 @@ def _parse_config(config: Mapping[str, Any], name: str) -> Any:
         transformers.logging.set_verbosity(verbosity)
 
 
-def _run_layers(stack: Any, hidden: torch.Tensor, positions: torch.Tensor, attention: AttentionState) -> torch.Tensor:
+def _run_layers(
+    stack: Any, hidden: torch.Tensor, positions: torch.Tensor, attention: AttentionState, *, thin: bool
+) -> torch.Tensor:
     """Decoder layers and final norm over [batch, tokens, hidden]; positions [batch or 1, tokens]."""
     rotary = stack.rotary_emb(hidden, positions)
-    for layer in stack.layers:
+    for layer in _representatives(stack.layers) if thin else stack.layers:
         hidden = layer(hidden, attention_mask=None, position_embeddings=rotary, attention_state=attention)
     normed: torch.Tensor = stack.norm(hidden)
     return normed
+
+
+def _representatives(layers: Iterable[Any]) -> list[Any]:
+    """The first two layers of each kind: nothing of a layer but its result outlives it, so two take what all take."""
+    seen: Counter[type] = Counter()
+    chosen = []
+    for layer in layers:
+        seen[type(layer.mlp)] += 1
+        if seen[type(layer.mlp)] <= 2:
+            chosen.append(layer)
+    return chosen
 
 
 def _computed_buffers(owner: nn.Module) -> dict[str, torch.Tensor]:

@@ -10,21 +10,24 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from stagelaunch.config_file import LoadedDeployment
+from stagelaunch.core.budgets import Forecasts
 from stagelaunch.core.claims import Claim, unattributed_bytes
 from stagelaunch.core.config import Deployment, Stage
 from stagelaunch.core.config_rules import ENGINE_QWEN3_OMNI
 from stagelaunch.core.errors import ConfigError, Fault
 from stagelaunch.core.identity import same_devices
 from stagelaunch.core.inventory import DeviceInfo, SimulatedMachine
+from stagelaunch.core.need import NO_NEEDS
 from stagelaunch.core.plan import Plan, device_holders, make_plan_now, refusal
 from stagelaunch.core.run_spec import StageRun
 from stagelaunch.devices.query import query_devices
+from stagelaunch.supervisor.forecast import FORECAST_TIMEOUT_S, ask_needs, forecasts_of, need_requests
 from stagelaunch.supervisor.runtime import Runtime
 from stagelaunch.supervisor.waiting import Patience, with_patience
 from stagelaunch.system.claims import Share, admission_mutex, hold_claims, new_claim_id, read_claims
 from stagelaunch.system.locks import LockDirectory
 from stagelaunch.weights.index import read_index
-from stagelaunch.weights.validate import validate
+from stagelaunch.weights.validate import require_data, validate
 
 
 @dataclass(frozen=True)
@@ -55,11 +58,14 @@ async def admit(
     """
     _refuse_several_devices(loaded)
     weights = await asyncio.to_thread(check_checkpoint, loaded)
+    requests = need_requests(loaded, auto_only=True)
+    needs = await ask_needs(requests, FORECAST_TIMEOUT_S) if requests else NO_NEEDS
+    forecasts = forecasts_of(needs, machine)
 
     async def attempt() -> Admitted:
         deployment = loaded.deployment
         async with admission_mutex(lock_dir, deployment.name, deployment.timeouts.lock_s):
-            return await _admit_now(loaded, machine, runtime, lock_dir, held, weights)
+            return await _admit_now(loaded, machine, runtime, lock_dir, held, weights, forecasts)
 
     return await with_patience(patience, attempt)
 
@@ -71,6 +77,7 @@ async def _admit_now(
     lock_dir: LockDirectory,
     held: ExitStack,
     weights: Mapping[int, int],
+    forecasts: Forecasts,
 ) -> Admitted:
     """Read what is free and claimed, decide, claim; under the admission mutex."""
     written = loaded.deployment
@@ -79,12 +86,15 @@ async def _admit_now(
     deployment = written.on_devices(resolved.numbers)
     devices = {info.index: info for info in resolved.devices if info.index in deployment.device_indices}
     claims = {index: read_claims(lock_dir, info.uuid) for index, info in devices.items()}
-    plan = make_plan_now(written, resolved, claims, weights)
+    plan = make_plan_now(written, resolved, claims, weights, forecasts)
     if (error := refusal(plan)) is not None:
         raise error
     claim_id = new_claim_id()
     held.enter_context(hold_claims(lock_dir, claim_id, deployment.name, _shares(plan, devices, claims)))
-    runs = tuple(_stage_run(loaded, stage, devices, machine, runtime, claim_id) for stage in deployment.stages)
+    runs = tuple(
+        _stage_run(loaded, stage, devices, machine, runtime, claim_id, plan.auto_budget_bytes(stage))
+        for stage in deployment.stages
+    )
     return Admitted(deployment, devices, machine, runs)
 
 
@@ -106,6 +116,7 @@ def check_checkpoint(loaded: LoadedDeployment) -> dict[int, int]:
     if not stages:
         return {}
     index = read_index(loaded.model_dir)
+    require_data(index)
     validate(index, {stage.component: stage.dtype for stage in stages})
     sizes = index.component_bytes()
     return {stage.id: sizes[stage.component] for stage in stages}
@@ -140,6 +151,7 @@ def _stage_run(
     machine: SimulatedMachine | None,
     runtime: Runtime,
     claim_id: str,
+    auto_budget_bytes: int | None,
 ) -> StageRun:
     deployment = loaded.deployment
     info = devices[stage.device_indices[0]]
@@ -158,7 +170,8 @@ def _stage_run(
         model_dir=loaded.model_dir,
         dtype=stage.dtype,
         utilization=stage.utilization,
-        budget_bytes=stage.budget if isinstance(stage.budget, int) else None,
+        budget_bytes=stage.budget if isinstance(stage.budget, int) else auto_budget_bytes,
+        budget_is_auto=auto_budget_bytes is not None,
         max_num_seqs=stage.max_num_seqs,
         max_num_batched_tokens=stage.max_num_batched_tokens,
         max_model_len=stage.max_model_len,

@@ -16,8 +16,13 @@ import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
+from pathlib import Path
 from typing import IO
 
+from stagelaunch.config_file import LoadedDeployment
+from stagelaunch.core.budgets import Forecasts, context_term
+from stagelaunch.core.config import Stage
+from stagelaunch.core.inventory import SimulatedMachine
 from stagelaunch.core.need import NeedRequest, Needs, StageNeed, need_from_json, request_to_json
 from stagelaunch.core.units import format_duration
 
@@ -32,6 +37,39 @@ _ENVIRONMENT = {
 _REAP_S = 1.0
 """How long a killed process is waited for; one that hangs in the kernel is left to init."""
 _SHOWN_CHARS = 500
+
+
+FORECAST_TIMEOUT_S = 180.0
+"""For all stages together: libraries are imported once, then each stage takes seconds."""
+
+
+def need_requests(loaded: LoadedDeployment, *, auto_only: bool) -> tuple[NeedRequest, ...]:
+    """What to ask for the stages of a deployment: all, or those whose budget is to be worked out."""
+    stages = [stage for stage in loaded.deployment.stages if stage.demand is None or not auto_only]
+    return tuple(_request(loaded.model_dir, stage) for stage in stages)
+
+
+def _request(model_dir: Path, stage: Stage) -> NeedRequest:
+    return NeedRequest(
+        stage_id=stage.id,
+        engine=stage.engine,
+        component=stage.component,
+        model_dir=model_dir,
+        dtype=stage.dtype,
+        max_num_seqs=stage.max_num_seqs,
+        max_num_batched_tokens=stage.max_num_batched_tokens,
+        max_model_len=stage.max_model_len,
+        block_size=stage.block_size,
+        capture_sizes=stage.capture_sizes,
+        options=stage.options,
+        env=stage.env,
+    )
+
+
+def forecasts_of(needs: Needs, machine: SimulatedMachine | None) -> Forecasts:
+    """The needs beside what a context costs on the deployment's devices."""
+    context = context_term(None if machine is None else machine.context_bytes)
+    return Forecasts(context, needs.found, needs.errors)
 
 
 async def ask_needs(requests: Sequence[NeedRequest], timeout_s: float) -> Needs:

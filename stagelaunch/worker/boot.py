@@ -110,7 +110,9 @@ class Boot:
 
     def _budget(self) -> Term:
         if self._run.budget_bytes is not None:
-            return Term(self._run.budget_bytes, Source.CONFIG_BUDGET)
+            return Term(
+                self._run.budget_bytes, Source.AUTO_BUDGET if self._run.budget_is_auto else Source.CONFIG_BUDGET
+            )
         assert self._run.utilization is not None
         return Term(int(self._run.utilization * self._device.total_bytes()), Source.CONFIG_UTILIZATION)
 
@@ -129,6 +131,7 @@ class Boot:
     def _profile(self) -> tuple[Term, Term, Term, Term]:
         """Weights, activation peak, non-torch growth and the graph estimate. Runs under the exclusive lock."""
         self._memory.begin_window()
+        measure.warm_up(self._engine, self._device)
         activations = measure.activations(self._engine, self._device)
         trials = measure.trial_captures(self._engine, self._run.capture_sizes, self._capture_one)
         # Not right after loading: what the first batch left in the allocator for good (workspaces) stays as well.

@@ -6,7 +6,6 @@ Not a boot: nothing is read but the checkpoint's headers, no lock is taken, no d
 
 from __future__ import annotations
 
-import gc
 import json
 import os
 import sys
@@ -19,8 +18,7 @@ from stagelaunch.core.need import NeedRequest, StageNeed, need_to_json, request_
 from stagelaunch.system.process import die_with_parent
 
 if TYPE_CHECKING:
-    from stagelaunch.devices.base import Device
-    from stagelaunch.engines.base import Engine, EngineSpec
+    from stagelaunch.engines.base import EngineSpec
 
 MAX_TEXT_CHARS = 2_000
 
@@ -33,54 +31,31 @@ def forecast(spec: EngineSpec, engine_name: str) -> StageNeed:
     # Imported here: torch takes seconds, and the program sets its environment first.
     from stagelaunch.devices.forecast import ForecastDevice
     from stagelaunch.engines.base import create_engine
+    from stagelaunch.worker import measure
 
     engine, device = create_engine(engine_name, spec), ForecastDevice()
     device.create_context()
     engine.import_libraries()
     engine.allocate_weights(device)
-    _settle(device)
-    weights_bytes = device.memory().reserved_bytes
+
+    def capture(size: int) -> int:
+        before = device.memory().reserved_bytes
+        engine.capture(size)
+        measure.settle(device)
+        return device.memory().reserved_bytes - before
+
+    measure.settle(device)
+    # One run: nothing is compiled here and no workspace is counted, so there is nothing to warm up.
+    activations = measure.activations(engine, device)
+    trials = measure.trial_captures(engine, spec.capture_sizes, capture)
     need = StageNeed(
-        weights_bytes, _activations(engine, device), _graphs(engine, device, spec.capture_sizes), engine.kv_layout
+        weights_bytes=measure.resident(device).size_bytes,
+        activations_bytes=activations.size_bytes,
+        graphs_bytes=estimate_graphs(trials, len(spec.capture_sizes)),
+        layout=engine.kv_layout,
     )
     engine.close()
     return need
-
-
-def _activations(engine: Engine, device: Device) -> int:
-    """As ``worker.boot`` measures it. One run: nothing is compiled here, and no workspace is counted."""
-    device.reset_peak()
-    engine.run_largest_batch()
-    peak_bytes = device.memory().peak_reserved_bytes
-    _settle(device)
-    return max(peak_bytes - device.memory().reserved_bytes, 0)
-
-
-def _graphs(engine: Engine, device: Device, sizes: tuple[int, ...]) -> int:
-    """As ``worker.boot`` estimates it: the largest few graphs over the smallest cache."""
-    from stagelaunch.worker.boot import TRIAL_CAPTURES
-
-    if not sizes:
-        return 0
-    layout = engine.kv_layout
-    if layout is not None:
-        engine.allocate_kv(layout.blocks_for(1))
-    trials = [_captured(engine, device, size) for size in sizes[:TRIAL_CAPTURES]]
-    engine.release_graphs()
-    engine.release_kv()
-    return estimate_graphs(trials, len(sizes))
-
-
-def _captured(engine: Engine, device: Device, size: int) -> int:
-    before = device.memory().reserved_bytes
-    engine.capture(size)
-    _settle(device)
-    return device.memory().reserved_bytes - before
-
-
-def _settle(device: Device) -> None:
-    gc.collect()
-    device.empty_cache()
 
 
 def main() -> int:

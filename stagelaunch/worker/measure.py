@@ -31,11 +31,14 @@ def resident(device: Device) -> Term:
     return Term(memory.reserved_bytes, Source.ALLOCATOR, memory.allocated_bytes)
 
 
-def activations(engine: Engine, device: Device) -> Term:
-    """By how much the largest batch raises reserved bytes while it runs; the other reading is of allocated bytes."""
-    # The first run pays for lazily created workspaces and compiled kernels; only the second is measured.
+def warm_up(engine: Engine, device: Device) -> None:
+    """Run the largest batch once: it pays for lazily created workspaces and compiled kernels."""
     engine.run_largest_batch()
     settle(device)
+
+
+def activations(engine: Engine, device: Device) -> Term:
+    """By how much the largest batch raises reserved bytes while it runs; the other reading is of allocated bytes."""
     device.reset_peak()
     base = device.memory()
     engine.run_largest_batch()

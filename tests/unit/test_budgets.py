@@ -12,7 +12,6 @@ from stagelaunch.core.budgets import (
     ASSUMED_CONTEXT_BYTES,
     AutoStage,
     Forecasts,
-    StageNeed,
     auto_budgets,
     context_term,
     forecast_ledger,
@@ -22,6 +21,7 @@ from stagelaunch.core.budgets import (
 )
 from stagelaunch.core.config import Deployment
 from stagelaunch.core.ledger import KVLayout, Source, Term, shortage, smallest_budget
+from stagelaunch.core.need import StageNeed
 from stagelaunch.core.units import GIB, MIB
 
 TALKER = KVLayout(num_layers=20, num_kv_heads=2, head_dim=128, dtype_bytes=2, block_size=16)

@@ -7,11 +7,12 @@ import json
 import pytest
 
 from stagelaunch.config_file import load_deployment
-from stagelaunch.core.budgets import Forecasts, StageNeed, context_term
+from stagelaunch.core.budgets import Forecasts, context_term
 from stagelaunch.core.config import Deployment
 from stagelaunch.core.errors import NeverFitsError
 from stagelaunch.core.explain_text import render_explanation
 from stagelaunch.core.ledger import KVLayout
+from stagelaunch.core.need import StageNeed
 from stagelaunch.core.plan import Plan, make_plan, plan_to_json, refusal
 from stagelaunch.core.units import GIB, MIB
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from stagelaunch.core.units import format_duration, format_size, parse_duration, parse_size
+from stagelaunch.core.units import GIB, MIB, format_duration, format_size, format_sizes, parse_duration, parse_size
 
 
 @pytest.mark.parametrize(
@@ -45,3 +45,10 @@ def test_for_people() -> None:
         "0 B", "1023 B", "1.00 KiB", "59.08 GiB", "-3.00 MiB",
     ]  # fmt: skip
     assert [format_duration(s) for s in (0.4, 59.99, 125.2, 3600)] == ["0.40s", "59.99s", "2m05s", "60m00s"]
+
+
+def test_sizes_read_together_share_the_unit_of_the_largest() -> None:
+    assert format_sizes([59 * GIB, 412 * MIB, 0, -GIB]) == ["59.00 GiB", "0.40 GiB", "0", "-1.00 GiB"]
+    assert format_sizes([412 * MIB, 5]) == ["412.00 MiB", "0.00 MiB"]
+    assert format_sizes([7, 0]) == ["7 B", "0 B"]
+    assert format_sizes([]) == []
