@@ -103,7 +103,7 @@ def test_a_few_chunks_of_attention_take_what_all_take(monkeypatch: pytest.Monkey
 
     def peak_bytes(max_chunks: int | None) -> int:
         device = ForecastDevice()
-        blocks, query = device.empty((9, 4, 2, 32), torch.float32), device.empty((3, 4, 32), torch.float32)
+        blocks, query = device.empty((9, 4, 2, 32), torch.bfloat16), device.empty((3, 4, 32), torch.bfloat16)
         tables, lens = device.empty((3, 16), torch.int64), device.empty((3,), torch.int64)
         device.reset_peak()
         with device.compute():
