@@ -84,7 +84,7 @@ def measured(spec: EngineSpec, engine_name: str, directory: Path) -> StageNeed:
 def test_a_forecast_is_what_the_simulated_device_measures(
     tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, component: str
 ) -> None:
-    """To the byte: segments of one byte hide nothing. Decode attention takes eight chunks, the forecast three."""
+    """To the byte: segments of one byte hide nothing. Decode attention takes all chunks, the forecast three."""
     monkeypatch.setattr(simmemory, "SEGMENT_BYTES", 1)
     monkeypatch.setattr(paged, "CHUNK_BYTES", 16 * 1024)
     monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "process"))
@@ -95,6 +95,22 @@ def test_a_forecast_is_what_the_simulated_device_measures(
     assert min(need.weights_bytes, need.activations_bytes, need.graphs_bytes) > 4096
     assert need.layout is not None or component == "code2wav"
     assert need_from_json(json.loads(json.dumps(need_to_json(need)))) == need
+
+
+def test_a_few_chunks_of_attention_take_what_all_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where attention is the peak of a step: the first chunk does not meet what its predecessor left, later ones do."""
+    monkeypatch.setattr(simmemory, "SEGMENT_BYTES", 1)
+
+    def peak_bytes(max_chunks: int | None) -> int:
+        device = ForecastDevice()
+        blocks, query = device.empty((9, 4, 2, 32), torch.bfloat16), device.empty((3, 4, 32), torch.bfloat16)
+        tables, lens = device.empty((3, 16), torch.int64), device.empty((3,), torch.int64)
+        device.reset_peak()
+        with device.compute():
+            paged.paged_attention(query, blocks, blocks, tables, lens, 1.0, 2, max_chunks)
+        return device.memory().peak_reserved_bytes
+
+    assert peak_bytes(1) < peak_bytes(paged.FORECAST_CHUNKS) == peak_bytes(None)
 
 
 def test_the_published_model_has_its_published_size(published: Path) -> None:
