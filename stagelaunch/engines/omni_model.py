@@ -87,7 +87,7 @@ class OmniModel:
         self.component = component
         self.module = module
         self.thin = False
-        """Run only as many layers as show what all of them take; for tensors without data."""
+        """Leave out work whose memory other work shows; for tensors without data."""
 
     def materialise(
         self, targets: Mapping[str, tuple[tuple[int, ...], torch.dtype]], device: Device
@@ -191,6 +191,11 @@ class TalkerModel(LanguageModel):
         codes = [first_codes]
         embeds = [hidden, self.embed(first_codes)]
         for group, head in enumerate(self._predictor_heads):
+            if self.thin and group < len(self._predictor_heads) - 2:
+                # Its sequence is shorter than the last ones', and takes less.
+                codes.append(first_codes.clone())
+                embeds.append(self._predictor.codec_embedding[group](codes[-1]))
+                continue
             sequence = torch.stack(embeds, dim=1)
             positions = torch.arange(sequence.shape[1], device=sequence.device)[None]
             states = _run_layers(self._predictor, sequence, positions, CausalPrefill(), thin=self.thin)

@@ -6,6 +6,7 @@ Not a boot: nothing is read but the checkpoint's headers, no lock is taken, no d
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import sys
@@ -36,6 +37,8 @@ def forecast(spec: EngineSpec, engine_name: str) -> StageNeed:
     engine, device = create_engine(engine_name, spec), ForecastDevice()
     device.create_context()
     engine.import_libraries()
+    # What was imported stays for good: collections need not look at it again.
+    gc.freeze()
     engine.allocate_weights(device)
 
     def capture(size: int) -> int:
