@@ -39,9 +39,9 @@ class OwnMemory:
 
     def create_context(self) -> Term:
         """Create the context; what it costs. DisturbedError when that could not be told from what others did."""
-        before = self._look()
+        before = self._look_before()
         self._device.create_context()
-        after = self._look()
+        after = self._look_after()
         self._identify(before.table, after.table)
         fell_bytes = None if before.free_bytes is None or after.free_bytes is None else _fall(before, after)
         if self.identity is None:
@@ -58,7 +58,7 @@ class OwnMemory:
 
     def begin_window(self) -> None:
         """From here to ``non_torch`` nobody else may change the device."""
-        self._window = self._look()
+        self._window = self._look_before()
 
     def non_torch(self) -> Term:
         """What the process took besides its context and its allocator, and ends the window.
@@ -66,7 +66,7 @@ class OwnMemory:
         By the driver's figure: since the context was created. Else by the fall of free memory inside the window;
         DisturbedError when somebody else changed the device meanwhile, StageError when free memory cannot be read.
         """
-        before, after = self._window, self._look()
+        before, after = self._window, self._look_after()
         assert before is not None, "begin_window comes first"
         self._window = None
         fell_bytes = None if before.free_bytes is None or after.free_bytes is None else _fall(before, after)
@@ -79,10 +79,19 @@ class OwnMemory:
         self._refuse_disturbance(before, after, "what the libraries took during the profile", newcomers=0)
         return Term(max(fell_bytes, 0), Source.FREE_DELTA)
 
-    def _look(self) -> Surroundings:
+    # The tables enclose the readings of free memory: whoever comes, goes or changes between those shows in them.
+
+    def _look_before(self) -> Surroundings:
+        table = self._device.process_table()
+        return Surroundings(self._free_bytes(), table)
+
+    def _look_after(self) -> Surroundings:
+        free_bytes = self._free_bytes()
+        return Surroundings(free_bytes, self._device.process_table())
+
+    def _free_bytes(self) -> int | None:
         free_bytes = self._device.driver_free_bytes()
-        own_bytes = self._device.memory().reserved_bytes
-        return Surroundings(None if free_bytes is None else free_bytes + own_bytes, self._device.process_table())
+        return None if free_bytes is None else free_bytes + self._device.memory().reserved_bytes
 
     def _identify(self, before: ProcessTable | None, created: ProcessTable | None) -> None:
         """Go down the ladder; each rung must rise with an allocation."""
