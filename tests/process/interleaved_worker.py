@@ -228,20 +228,25 @@ def boot_once(run: StageRun, driver: str, lock: str, sizing: str) -> None:
     say("closed")
 
 
+def settle_for_good() -> None:
+    """What imports and the first boot leave is there for good: no later collection looks at it again."""
+    gc.collect()
+    gc.freeze()
+
+
 def main() -> None:
     # Polling is paced by the schedule; capacity is worth little as a check while each stage leaves 150 MiB of it.
     locks._PAUSE_FIRST_S = locks._PAUSE_MAX_S = 0.0
     ledger_rules._MARGIN_BYTES = MARGIN_BYTES
+    settle_for_good()
     say("up")
-    boots = 0
+    first = True
     while (order := heard()) != ["end"]:
         run_text, stage_id, driver, lock, sizing = order
         boot_once(run_from_json(run_text, stage_id), driver, lock, sizing)
-        boots += 1
-        if boots == 1:
-            # What the imports and the first boot left for good need not be looked at in each later collection.
-            gc.collect()
-            gc.freeze()
+        if first:
+            settle_for_good()
+            first = False
 
 
 OWN_PIDS = boot.own_pids
