@@ -10,7 +10,7 @@ from __future__ import annotations
 import gc
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -159,10 +159,11 @@ class EdgeEngine(LightEngine):
 
 
 class EdgeLocks(locks.DeviceLocks):
-    """The real lock; stops before each further try while it waits, and when it has let go."""
+    """The real lock; stops before each further try while it waits, and when it has let go. None in some phases."""
 
-    def __init__(self, run: StageRun) -> None:
+    def __init__(self, run: StageRun, unlocked: Collection[str]) -> None:
         self._asked = 0
+        self._unlocked = unlocked
         super().__init__(
             locks.LockDirectory(run.lock_dir), [run.device_uuid], owner=run.name, clock=self._stop_before_a_try
         )
@@ -175,19 +176,11 @@ class EdgeLocks(locks.DeviceLocks):
         return 0.0
 
     @contextmanager
-    def hold(self, mode: LockMode, **more: Any) -> Iterator[None]:
+    def hold(self, mode: LockMode, *, phase: str, **more: Any) -> Iterator[None]:
         self._asked = 0
-        with super().hold(mode, **more):
+        with super().hold(LockMode.NONE if phase in self._unlocked else mode, phase=phase, **more):
             yield
         edge("lock released")
-
-
-class NoLocks(EdgeLocks):
-    """Takes nothing: what the lock is for, without it."""
-
-    @contextmanager
-    def hold(self, mode: LockMode, **more: Any) -> Iterator[None]:
-        yield
 
 
 class DeviceWideBoot(boot.Boot):
@@ -211,14 +204,13 @@ def figures(ledger: Ledger, memory: MemoryStats) -> dict[str, Any]:
     }
 
 
-def boot_once(run: StageRun, driver: str, lock: str, sizing: str) -> None:
+def boot_once(run: StageRun, driver: str, unlocked: Collection[str], sizing: str) -> None:
     boot.own_pids = (lambda: (UNKNOWN_PID,)) if driver == "renumbered" else OWN_PIDS
     device = EdgeDevice(run, driver)
     engine = EdgeEngine(boot.engine_spec(run))
     kind = DeviceWideBoot if sizing == "device-wide" else boot.Boot
-    device_locks = NoLocks(run) if lock == "none" else EdgeLocks(run)
     try:
-        ledger = kind(run, engine, device, device_locks, EdgeReporter()).walk()
+        ledger = kind(run, engine, device, EdgeLocks(run, unlocked), EdgeReporter()).walk()
         say("ready", figures(ledger, device.memory()))
     except (Exception, Dies) as error:
         # What a process that dies has is back only after its locks are free: until it is told to go on, it is there.
@@ -242,8 +234,8 @@ def main() -> None:
     say("up")
     first = True
     while (order := heard()) != ["end"]:
-        run_text, stage_id, driver, lock, sizing = order
-        boot_once(run_from_json(run_text, stage_id), driver, lock, sizing)
+        run_text, stage_id, driver, unlocked, sizing = order
+        boot_once(run_from_json(run_text, stage_id), driver, unlocked, sizing)
         if first:
             settle_for_good()
             first = False

@@ -13,9 +13,12 @@ import interleaving
 import pytest
 from interleaving import CAMPAIGNS, STAGES, Bench, Campaign, run_many
 
+from stagelaunch.core.phases import BOOT_PHASES, LockMode, lock_of
+
 SOAK = os.environ.get("STAGELAUNCH_SOAK") == "1"
 ROUNDS = 1000 if SOAK else 5
 DRIVERS = ("telling", "silent", "sizeless", "renumbered")
+LOCKED = tuple(phase for phase in BOOT_PHASES if lock_of(phase) is not LockMode.NONE)
 BOUND = 40
 """Within so many interleavings a broken product is found out."""
 
@@ -60,8 +63,12 @@ def test_a_seed_is_an_interleaving(bench: Bench) -> None:
 
 @pytest.mark.parametrize("driver", ["silent", "sizeless", "renumbered"])
 def test_without_the_lock_it_would_be_found_out(bench: Bench, driver: str) -> None:
-    tally = run_many(bench, Campaign(driver, lock="none"), BOUND, seed=0, stop_at_fault=True)
-    assert tally.failed
+    assert run_many(bench, Campaign(driver, unlocked=LOCKED), BOUND, seed=0, stop_at_fault=True).failed
+
+
+@pytest.mark.parametrize("phase", LOCKED)
+def test_a_lock_that_is_missing_in_one_phase_would_be_found_out(bench: Bench, phase: str) -> None:
+    assert run_many(bench, Campaign("silent", unlocked=(phase,)), BOUND, seed=0, stop_at_fault=True).failed
 
 
 def test_sizing_by_what_is_used_on_the_whole_device_would_be_found_out(bench: Bench) -> None:
