@@ -305,7 +305,6 @@ class Interleaving:
             else:
                 speeds = [self._speeds[worker.stage_id] for worker in runnable]
                 self._step(self._dice.choices(runnable, speeds)[0])
-            self._check_capacity()
         self._check_bytes()
         self._take_down()
         return self._report
@@ -339,6 +338,7 @@ class Interleaving:
                 self._failed(worker, kind, text)
             case ["closed"] if worker.name not in self._report.refused and not self._gave_up(worker):
                 worker.state = State.IDLE
+        self._check_capacity(PLACES[self._place][worker.stage_id])
 
     def _failed(self, worker: Worker, kind: str, text: str) -> None:
         if kind == "DisturbedError" and self._campaign.may_refuse:
@@ -417,14 +417,14 @@ class Interleaving:
         self._report.acted_at.update(worker.at for worker in self._workers)
         self._bench.strangers.asked(*order)
         self._report.trace.append(("stranger", " ".join(str(word) for word in (order[0], *order[-1:]))))
+        self._check_capacity(self._stranger_device)
 
     # What must hold.
 
-    def _check_capacity(self) -> None:
-        for index, total_bytes in self._machine.total_bytes.items():
-            used_bytes = sum(self._file.process_table(index).values())
-            if used_bytes > total_bytes:
-                self._report.faults.append(f"device {index} of {total_bytes} bytes has {used_bytes} in use")
+    def _check_capacity(self, index: int) -> None:
+        used_bytes, total_bytes = sum(self._file.process_table(index).values()), self._machine.total_bytes[index]
+        if used_bytes > total_bytes:
+            self._report.faults.append(f"device {index} of {total_bytes} bytes has {used_bytes} in use")
 
     def _check_bytes(self) -> None:
         """What the device recorded is what the ledgers say, and no more than was budgeted."""
