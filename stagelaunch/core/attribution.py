@@ -64,6 +64,9 @@ class Surroundings:
     free_bytes: int | None
     """Free on the whole device, plus what our own allocator has: constant while nobody does anything else."""
     table: ProcessTable | None
+    """As it was before and after free memory was read."""
+    steady: bool = True
+    """False when the two never agreed: then free memory and table do not belong together."""
 
 
 def disturbance(
@@ -73,11 +76,14 @@ def disturbance(
 
     ``newcomers``: how many processes may have appeared, 1 while our context is created: that one is we. A process
     that the driver does not list, and that takes memory or gives back less than we take, cannot be told from ourselves.
+    Nor is one seen that comes and goes within one look.
     """
     if before.table is not None and after.table is not None:
         found = _table_change(before.table, after.table, own_pids, newcomers)
         if found is not None:
             return found
+    if not (before.steady and after.steady):
+        return "processes on the device changed each time it was looked at"
     if before.free_bytes is None or after.free_bytes is None:
         return None
     risen_bytes = after.free_bytes - before.free_bytes

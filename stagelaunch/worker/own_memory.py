@@ -25,6 +25,8 @@ from stagelaunch.core.errors import DisturbedError, StageError
 from stagelaunch.core.ledger import Source, Term
 from stagelaunch.devices.base import Device
 
+_LOOKS = 5
+
 
 class OwnMemory:
     """The account of one process on one device. ``create_context`` comes first, once."""
@@ -39,9 +41,9 @@ class OwnMemory:
 
     def create_context(self) -> Term:
         """Create the context; what it costs. DisturbedError when that could not be told from what others did."""
-        before = self._look_before()
+        before = self._look()
         self._device.create_context()
-        after = self._look_after()
+        after = self._look()
         self._identify(before.table, after.table)
         fell_bytes = None if before.free_bytes is None or after.free_bytes is None else _fall(before, after)
         if self.identity is None:
@@ -58,7 +60,7 @@ class OwnMemory:
 
     def begin_window(self) -> None:
         """From here to ``non_torch`` nobody else may change the device."""
-        self._window = self._look_before()
+        self._window = self._look()
 
     def non_torch(self) -> Term:
         """What the process took besides its context and its allocator, and ends the window.
@@ -66,7 +68,7 @@ class OwnMemory:
         By the driver's figure: since the context was created. Else by the fall of free memory inside the window;
         DisturbedError when somebody else changed the device meanwhile, StageError when free memory cannot be read.
         """
-        before, after = self._window, self._look_after()
+        before, after = self._window, self._look()
         assert before is not None, "begin_window comes first"
         self._window = None
         fell_bytes = None if before.free_bytes is None or after.free_bytes is None else _fall(before, after)
@@ -79,15 +81,15 @@ class OwnMemory:
         self._refuse_disturbance(before, after, "what the libraries took during the profile", newcomers=0)
         return Term(max(fell_bytes, 0), Source.FREE_DELTA)
 
-    # The tables enclose the readings of free memory: whoever comes, goes or changes between those shows in them.
-
-    def _look_before(self) -> Surroundings:
+    def _look(self) -> Surroundings:
+        """Free memory between two equal tables: who has a share in it is in the table, and nobody else is."""
         table = self._device.process_table()
-        return Surroundings(self._free_bytes(), table)
-
-    def _look_after(self) -> Surroundings:
-        free_bytes = self._free_bytes()
-        return Surroundings(free_bytes, self._device.process_table())
+        for _ in range(_LOOKS):
+            free_bytes, seen = self._free_bytes(), table
+            table = self._device.process_table()
+            if table == seen:
+                return Surroundings(free_bytes, table)
+        return Surroundings(free_bytes, table, steady=False)
 
     def _free_bytes(self) -> int | None:
         free_bytes = self._device.driver_free_bytes()

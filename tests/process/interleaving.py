@@ -74,8 +74,9 @@ class Campaign:
     ``driver`` tells each process its memory (``telling``), nothing (``silent``), who is there but not with how much
     (``sizeless``), or knows the stages under pids that they do not know (``renumbered``). ``neighbours``: ``any`` is a
     process that comes, grows, shrinks, leaves and is killed; a ``giver`` was there before and only gives back; a
-    ``comer`` changes who is there; ``mortal`` stages are killed and boot again. For tests of the test: no lock is
-    taken in the ``unlocked`` phases, and ``device-wide`` sizing is what engines do today.
+    ``comer`` changes who is there, and stays for longer than somebody looks; ``mortal`` stages are killed and boot
+    again. For tests of the test: no lock is taken in the ``unlocked`` phases, and ``device-wide`` sizing is what
+    engines do today.
     """
 
     driver: str
@@ -168,6 +169,11 @@ class Worker:
     @property
     def name(self) -> str:
         return self.stage.name
+
+    @property
+    def looks(self) -> bool:
+        """Whether it is reading who is on the device and what is free."""
+        return self.at.endswith(("process_table", "free_bytes"))
 
     def step(self, word: str = "go") -> list[Any]:
         """Let it run to its next edge; what it says there."""
@@ -286,6 +292,8 @@ class Interleaving:
         self._report = Report(seed)
         self._releases = self._deaths = 0
         self._stranger_bytes: int | None = None
+        self._looking: set[str] = set()
+        """Who was looking at a device when the stranger came, and still is."""
         self._stranger_device = self._dice.choice(sorted(set(PLACES[place])))
 
     def finished(self) -> Report:
@@ -323,6 +331,8 @@ class Interleaving:
 
     def _step(self, worker: Worker, word: str = "go") -> None:
         said = worker.step(word)
+        if not worker.looks:
+            self._looking.discard(worker.name)
         self._report.trace.append((worker.name, worker.at))
         match said:
             case ["edge", _, "lock awaited"]:
@@ -386,15 +396,18 @@ class Interleaving:
             size_bytes,
         )
         self._stranger_bytes = size_bytes
+        self._looking = {worker.name for worker in self._workers if worker.looks}
 
     def _stranger_acts(self, held_bytes: int) -> None:
         least = 1 if self._campaign.neighbours == "any" else NOTICEABLE_BYTES
-        choices = ["leave", "kill"]
+        choices = [] if self._campaign.neighbours == "comer" and self._looking else ["leave", "kill"]
         if held_bytes >= least + NOTICEABLE_BYTES:
             choices += ["shrink"] * 3
         if self._campaign.neighbours == "any" and held_bytes < ROOM_FOR_STRANGERS:
             choices += ["grow"] * 3
-        match self._dice.choice(choices):
+        match self._dice.choice(choices or ["stay"]):
+            case "stay":
+                return
             case "shrink":
                 self._change(-self._size(held_bytes - least))
             case "grow":

@@ -86,3 +86,9 @@ def look(free=None, table=None):
 )
 def test_what_others_did_meanwhile(before, after, newcomers, reason):
     assert disturbance(before, after, (47,), newcomers=newcomers) == reason
+
+
+def test_a_look_that_was_never_steady_is_a_disturbance():
+    steady, unsteady = look(100, {1: None}), Surroundings(100, {1: None}, steady=False)
+    for before, after in ((steady, unsteady), (unsteady, steady)):
+        assert disturbance(before, after, (47,)) == "processes on the device changed each time it was looked at"
