@@ -64,6 +64,9 @@ class Surroundings:
     free_bytes: int | None
     """Free on the whole device, plus what our own allocator has: constant while nobody does anything else."""
     table: ProcessTable | None
+    """As it was before and after free memory was read."""
+    steady: bool = True
+    """False when the two never agreed: then free memory and table do not belong together."""
 
 
 def disturbance(
@@ -71,13 +74,16 @@ def disturbance(
 ) -> str | None:
     """Why what happened between two looks is not this process's own doing; None where nothing speaks against it.
 
-    ``newcomers``: how many processes may have appeared, 1 while our context is created. A process that the driver
-    does not list, and that only takes memory, cannot be told from ourselves.
+    ``newcomers``: how many processes may have appeared, 1 while our context is created: that one is we. A process
+    that the driver does not list, and that takes memory or gives back less than we take, cannot be told from ourselves.
+    Nor is one seen that comes and goes within one look.
     """
     if before.table is not None and after.table is not None:
         found = _table_change(before.table, after.table, own_pids, newcomers)
         if found is not None:
             return found
+    if not (before.steady and after.steady):
+        return "processes on the device changed each time it was looked at"
     if before.free_bytes is None or after.free_bytes is None:
         return None
     risen_bytes = after.free_bytes - before.free_bytes
@@ -88,8 +94,10 @@ def _table_change(before: ProcessTable, after: ProcessTable, own_pids: Collectio
     gone = sorted(before.keys() - after.keys())
     if gone:
         return f"pid {', '.join(map(str, gone))} left the device"
-    new = sorted(after.keys() - before.keys() - set(own_pids))
-    if len(new) > newcomers:
+    appeared = after.keys() - before.keys()
+    new = sorted(appeared - set(own_pids))
+    # Listed under a pid of ours: whoever else appeared is not we.
+    if len(new) > (newcomers if appeared.isdisjoint(own_pids) else 0):
         return f"pid {', '.join(map(str, new))} appeared on the device"
     for pid in sorted(before.keys() & after.keys() - set(own_pids)):
         was, now = before[pid], after[pid]

@@ -25,6 +25,8 @@ from stagelaunch.core.errors import DisturbedError, StageError
 from stagelaunch.core.ledger import Source, Term
 from stagelaunch.devices.base import Device
 
+_LOOKS = 5
+
 
 class OwnMemory:
     """The account of one process on one device. ``create_context`` comes first, once."""
@@ -80,9 +82,18 @@ class OwnMemory:
         return Term(max(fell_bytes, 0), Source.FREE_DELTA)
 
     def _look(self) -> Surroundings:
+        """Free memory between two equal tables: who has a share in it is in the table, and nobody else is."""
+        table = self._device.process_table()
+        for _ in range(_LOOKS):
+            free_bytes, seen = self._free_bytes(), table
+            table = self._device.process_table()
+            if table == seen:
+                return Surroundings(free_bytes, table)
+        return Surroundings(free_bytes, table, steady=False)
+
+    def _free_bytes(self) -> int | None:
         free_bytes = self._device.driver_free_bytes()
-        own_bytes = self._device.memory().reserved_bytes
-        return Surroundings(None if free_bytes is None else free_bytes + own_bytes, self._device.process_table())
+        return None if free_bytes is None else free_bytes + self._device.memory().reserved_bytes
 
     def _identify(self, before: ProcessTable | None, created: ProcessTable | None) -> None:
         """Go down the ladder; each rung must rise with an allocation."""

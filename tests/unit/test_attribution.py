@@ -68,6 +68,11 @@ def look(free=None, table=None):
         (look(100, {1: 5}), look(90, {1: 5, 8: 10}), 1, None),
         (look(100, {1: 5}), look(90, {1: 5, 8: 10}), 0, "pid 8 appeared on the device"),
         (look(100, {1: 5}), look(90, {1: 5, 8: 10, 9: None}), 1, "pid 8, 9 appeared on the device"),
+        # We are listed under our own number: the other one is not we.
+        (look(100, {1: 5}), look(90, {1: 5, 47: None}), 1, None),
+        (look(100, {1: 5}), look(90, {1: 5, 47: None, 8: None}), 1, "pid 8 appeared on the device"),
+        # Our number was a stranger's before; we are the one that came.
+        (look(100, {47: 5}), look(90, {47: 5, 8: None}), 1, None),
         (look(100, {1: 5, 2: None}), look(105, {1: 5}), 0, "pid 2 left the device"),
         (look(100, {1: 5}), look(99, {1: 6}), 0, "pid 1 went from 5 B to 6 B"),
         # Ourselves, under a figure nobody could confirm.
@@ -81,3 +86,9 @@ def look(free=None, table=None):
 )
 def test_what_others_did_meanwhile(before, after, newcomers, reason):
     assert disturbance(before, after, (47,), newcomers=newcomers) == reason
+
+
+def test_a_look_that_was_never_steady_is_a_disturbance():
+    steady, unsteady = look(100, {1: None}), Surroundings(100, {1: None}, steady=False)
+    for before, after in ((steady, unsteady), (unsteady, steady)):
+        assert disturbance(before, after, (47,)) == "processes on the device changed each time it was looked at"

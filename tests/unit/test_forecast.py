@@ -34,8 +34,8 @@ from stagelaunch.weights.plan import plan_component  # noqa: E402
 from stagelaunch.weights.reader import fill  # noqa: E402
 from stagelaunch.weights.synthetic import PUBLISHED_SHARDS, published_config, write_checkpoint  # noqa: E402
 from stagelaunch.weights.validate import require_data, validate  # noqa: E402
-from stagelaunch.worker.measure import TRIAL_CAPTURES  # noqa: E402
 from stagelaunch.worker.forecast import forecast  # noqa: E402
+from stagelaunch.worker.measure import TRIAL_CAPTURES  # noqa: E402
 
 LIGHT = "light_engine:LightEngine"
 
