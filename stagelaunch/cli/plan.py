@@ -11,17 +11,15 @@ import click
 
 from stagelaunch.cli.machine import list_claims, list_devices, simulated_machine
 from stagelaunch.config_file import LoadedDeployment, load_deployment
-from stagelaunch.core.budgets import Forecasts
+from stagelaunch.core.budgets import Forecasts, context_term
 from stagelaunch.core.config import Deployment
 from stagelaunch.core.config_rules import ENGINE_QWEN3_OMNI
 from stagelaunch.core.errors import CheckpointError, UsageError
 from stagelaunch.core.explain_text import render_explanation
 from stagelaunch.core.identity import DeviceRef, number_refs, read_ref
-from stagelaunch.core.need import NO_NEEDS
 from stagelaunch.core.plan import Plan, make_plan, make_plan_now, plan_to_json, refusal
 from stagelaunch.core.plan_text import render_plan
 from stagelaunch.core.units import parse_size
-from stagelaunch.supervisor.forecast import FORECAST_TIMEOUT_S, ask_needs_sync, forecasts_of, need_requests
 
 _SHOWN_FAULTS = 3
 
@@ -55,10 +53,14 @@ def plan(config: Path, as_json: bool, device_totals: tuple[str, ...], explain: b
 
 def _forecasts(loaded: LoadedDeployment, explain: bool) -> Forecasts:
     """The needs of all stages, or of those whose budget is to be worked out, which no plan can do without."""
-    requests = need_requests(loaded, auto_only=not explain)
-    # Asking takes a process and seconds: not where there is nothing to ask.
-    needs = ask_needs_sync(requests, FORECAST_TIMEOUT_S) if requests else NO_NEEDS
-    return forecasts_of(needs, simulated_machine(loaded))
+    machine = simulated_machine(loaded)
+    if not explain and all(stage.demand is not None for stage in loaded.deployment.stages):
+        return Forecasts(context_term(None if machine is None else machine.context_bytes))
+    # Imported on use: asking takes a process and seconds, and most plans ask nothing.
+    from stagelaunch.supervisor.forecast import FORECAST_TIMEOUT_S, ask_needs_sync, forecasts_of, need_requests
+
+    needs = ask_needs_sync(need_requests(loaded, auto_only=not explain), FORECAST_TIMEOUT_S)
+    return forecasts_of(needs, machine)
 
 
 def _planned(loaded: LoadedDeployment, device_totals: Sequence[str], forecasts: Forecasts) -> Plan:
