@@ -17,6 +17,7 @@ import click
 
 from stagelaunch.cli.machine import list_devices
 from stagelaunch.config_file import LoadedDeployment, load_deployment
+from stagelaunch.core.admission import claimant
 from stagelaunch.core.config import Deployment
 from stagelaunch.core.errors import ExitCode, LockDirectoryError, NoDeviceError
 from stagelaunch.core.identity import Resolution, cuda_view
@@ -24,6 +25,7 @@ from stagelaunch.core.inventory import DeviceInfo, Inventory, device_to_json
 from stagelaunch.core.units import format_size
 from stagelaunch.engines.versions import TRANSFORMERS_MINOR
 from stagelaunch.supervisor.runtime import default_runtime_dir, list_runtimes
+from stagelaunch.system.claims import read_claims
 from stagelaunch.system.locks import LockDirectory, holders, waiters
 
 
@@ -113,6 +115,11 @@ def check_locks(lock_dir: Path, devices: tuple[DeviceInfo, ...]) -> list[Check]:
         who += [f"awaited by {waiter}" for waiter in waiters(lock_dir, info.uuid)]
         if who:
             checks.append(Check(f"lock of device {info.index}", True, "; ".join(who)))
+        claims = [
+            f"{format_size(claim.claimed_bytes)} by {claimant(claim)}" for claim in read_claims(lock_dir, info.uuid)
+        ]
+        if claims:
+            checks.append(Check(f"claims on device {info.index}", True, "; ".join(claims)))
     return checks
 
 

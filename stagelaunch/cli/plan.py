@@ -17,7 +17,8 @@ from stagelaunch.core.config_rules import ENGINE_QWEN3_OMNI
 from stagelaunch.core.errors import CheckpointError, UsageError
 from stagelaunch.core.explain_text import render_explanation
 from stagelaunch.core.identity import DeviceRef, number_refs, read_ref
-from stagelaunch.core.plan import Plan, make_plan, make_plan_now, plan_to_json, refusal
+from stagelaunch.core.plan import Plan, make_plan, make_plan_now, refusal
+from stagelaunch.core.plan_json import plan_to_json
 from stagelaunch.core.plan_text import render_plan
 from stagelaunch.core.units import parse_size
 

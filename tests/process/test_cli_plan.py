@@ -81,13 +81,20 @@ def config(place: Path, **fields: Any) -> Path:
     return path
 
 
+def without_model(place: Path) -> Path:
+    """The shipped deployment, wherever a checkpoint of the reader may be."""
+    path = place / "work" / "h100.yaml"
+    path.write_text(H100.read_text().replace("../models", "models"))
+    return path
+
+
 def plan_json(done: subprocess.CompletedProcess[str]) -> dict[str, Any]:
     body: dict[str, Any] = json.loads(done.stdout)
     return body
 
 
 def test_plan_for_a_machine_not_at_hand(place: Path) -> None:
-    done = stagelaunch(place, "plan", H100, *ON_80, "--json")
+    done = stagelaunch(place, "plan", without_model(place), *ON_80, "--json")
     assert done.returncode == 0, done.stderr
     body = plan_json(done)
     assert (body["fits"], body["groups"], body["findings"]) == (True, [[0], [1, 2]], [])
@@ -111,7 +118,7 @@ def test_plan_by_uuid_for_a_machine_not_at_hand(place: Path, inline: Inline) -> 
 
 
 def test_a_plan_that_can_never_fit(place: Path) -> None:
-    done = stagelaunch(place, "plan", H100, "--device-total", "0=15GiB,1=12GiB", "--json")
+    done = stagelaunch(place, "plan", without_model(place), "--device-total", "0=15GiB,1=12GiB", "--json")
     assert done.returncode == 78
     body = plan_json(done)
     assert body["fits"] is False

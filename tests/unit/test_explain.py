@@ -13,7 +13,8 @@ from stagelaunch.core.errors import NeverFitsError
 from stagelaunch.core.explain_text import render_explanation
 from stagelaunch.core.ledger import KVLayout
 from stagelaunch.core.need import StageNeed
-from stagelaunch.core.plan import Plan, make_plan, plan_to_json, refusal
+from stagelaunch.core.plan import Plan, make_plan, refusal
+from stagelaunch.core.plan_json import plan_to_json
 from stagelaunch.core.units import GIB, MIB
 
 THINKER = KVLayout(48, 4, 128, 2, 16)

@@ -19,7 +19,8 @@ from stagelaunch.core.inventory import (
     inventory_to_json,
     simulated_uuid,
 )
-from stagelaunch.core.plan import make_plan, make_plan_now, plan_to_json
+from stagelaunch.core.plan import make_plan, make_plan_now
+from stagelaunch.core.plan_json import plan_to_json
 from stagelaunch.core.plan_text import render_plan
 from stagelaunch.core.units import GIB
 

@@ -12,7 +12,8 @@ from stagelaunch.core.claims import Claim, Holder
 from stagelaunch.core.config import Deployment, to_raw
 from stagelaunch.core.errors import DoesNotFitNowError, NeverFitsError, NoDeviceError, UsageError
 from stagelaunch.core.phases import STEPS
-from stagelaunch.core.plan import make_plan, plan_to_json, refusal
+from stagelaunch.core.plan import make_plan, refusal
+from stagelaunch.core.plan_json import plan_to_json
 from stagelaunch.core.plan_text import render_plan
 from stagelaunch.core.units import GIB, MIB
 
