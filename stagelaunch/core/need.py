@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any
 
+from stagelaunch.core.engine_spec import EngineSpec, spec_from_json, spec_to_json
 from stagelaunch.core.ledger import KVLayout
 
 
@@ -38,16 +38,7 @@ class NeedRequest:
 
     stage_id: int
     engine: str
-    component: str
-    model_dir: Path
-    dtype: str
-    max_num_seqs: int
-    max_num_batched_tokens: int
-    max_model_len: int
-    block_size: int
-    capture_sizes: tuple[int, ...]
-    """Largest first; empty: no graphs."""
-    options: Mapping[str, str] = field(default_factory=dict)
+    spec: EngineSpec
     env: Mapping[str, str] = field(default_factory=dict)
     """Set while the stage is forecast."""
 
@@ -83,12 +74,9 @@ def need_from_json(body: Mapping[str, Any]) -> StageNeed:
 
 def request_to_json(request: NeedRequest) -> dict[str, Any]:
     """Plain JSON of a request."""
-    options, env = dict(request.options), dict(request.env)
-    plain = {**request.__dict__, "model_dir": str(request.model_dir), "capture_sizes": list(request.capture_sizes)}
-    return {**plain, "options": options, "env": env}
+    return {**request.__dict__, "spec": spec_to_json(request.spec), "env": dict(request.env)}
 
 
 def request_from_json(body: Mapping[str, Any]) -> NeedRequest:
     """Inverse of ``request_to_json``. KeyError or TypeError for anything else."""
-    converted = {"model_dir": Path(body["model_dir"]), "capture_sizes": tuple(body["capture_sizes"])}
-    return NeedRequest(**{**body, **converted})
+    return NeedRequest(**{**body, "spec": spec_from_json(body["spec"])})

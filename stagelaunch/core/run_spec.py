@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from stagelaunch.core.engine_spec import EngineSpec, spec_from_json
 from stagelaunch.core.inventory import SimulatedMachine
 
 
@@ -28,17 +29,9 @@ class StageRun:
     lock_dir: Path
     lock_timeout_s: float
     engine: str
-    component: str
-    model_dir: Path
-    dtype: str
+    spec: EngineSpec
     utilization: float | None
     budget_bytes: int | None
-    max_num_seqs: int
-    max_num_batched_tokens: int
-    max_model_len: int
-    block_size: int
-    capture_sizes: tuple[int, ...]
-    options: Mapping[str, str]
     env: Mapping[str, str]
     """Set in the worker before any library is imported."""
     log_path: Path
@@ -78,5 +71,5 @@ def _stage_run(body: dict[str, Any]) -> StageRun:
     if machine is not None:
         totals = {int(index): int(total) for index, total in machine["total_bytes"].items()}
         machine = SimulatedMachine(**{**machine, "path": Path(machine["path"]), "total_bytes": totals})
-    paths = {name: Path(body[name]) for name in ("lock_dir", "model_dir", "log_path")}
-    return StageRun(**{**body, **paths, "machine": machine, "capture_sizes": tuple(body["capture_sizes"])})
+    paths = {name: Path(body[name]) for name in ("lock_dir", "log_path")}
+    return StageRun(**{**body, **paths, "machine": machine, "spec": spec_from_json(body["spec"])})

@@ -6,12 +6,12 @@ given. Engine authors implement ``Engine`` and name it in the config as ``engine
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from importlib import import_module
-from pathlib import Path
 from typing import Protocol, cast
 
+from stagelaunch.core.engine_spec import EngineSpec
 from stagelaunch.core.errors import StageError
 from stagelaunch.core.ledger import KVLayout
 from stagelaunch.devices.base import Device
@@ -19,25 +19,9 @@ from stagelaunch.devices.base import Device
 Progress = Callable[[int, int], None]
 """Called with (bytes done, bytes in all)."""
 
+__all__ = ["BUILT_IN", "Engine", "EngineSpec", "ProbeResult", "Progress", "create_engine"]
+
 BUILT_IN = {"qwen3-omni": "stagelaunch.engines.torch_omni:TorchOmniEngine"}
-
-
-@dataclass(frozen=True)
-class EngineSpec:
-    """What an engine is to build, from the stage's config."""
-
-    component: str
-    model_dir: Path
-    dtype: str
-    """``float32``, ``bfloat16``, ``float16``, or ``auto``: the checkpoint's own."""
-    max_num_seqs: int
-    max_num_batched_tokens: int
-    max_model_len: int
-    block_size: int
-    capture_sizes: tuple[int, ...]
-    """Batch sizes to capture, largest first; empty: no graphs."""
-    options: Mapping[str, str] = field(default_factory=dict)
-    """The stage's own ``options`` from the config, passed through."""
 
 
 @dataclass(frozen=True)

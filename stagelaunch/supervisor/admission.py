@@ -14,6 +14,7 @@ from stagelaunch.core.budgets import Forecasts
 from stagelaunch.core.claims import Claim, unattributed_bytes
 from stagelaunch.core.config import Deployment, Stage
 from stagelaunch.core.config_rules import ENGINE_QWEN3_OMNI
+from stagelaunch.core.engine_spec import spec_of
 from stagelaunch.core.errors import ConfigError, Fault
 from stagelaunch.core.identity import same_devices
 from stagelaunch.core.inventory import DeviceInfo, SimulatedMachine
@@ -166,18 +167,10 @@ def _stage_run(
         lock_dir=Path(loaded.lock_dir),
         lock_timeout_s=deployment.timeouts.lock_s,
         engine=stage.engine,
-        component=stage.component,
-        model_dir=loaded.model_dir,
-        dtype=stage.dtype,
+        spec=spec_of(stage, loaded.model_dir),
         utilization=stage.utilization,
         budget_bytes=stage.budget if isinstance(stage.budget, int) else auto_budget_bytes,
         budget_is_auto=auto_budget_bytes is not None,
-        max_num_seqs=stage.max_num_seqs,
-        max_num_batched_tokens=stage.max_num_batched_tokens,
-        max_model_len=stage.max_model_len,
-        block_size=stage.block_size,
-        capture_sizes=stage.capture_sizes,
-        options=stage.options,
         env=_environment(deployment, stage, info),
         log_path=runtime.log(stage.name),
         claim_id=claim_id,

@@ -16,12 +16,11 @@ import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
-from pathlib import Path
 from typing import IO
 
 from stagelaunch.config_file import LoadedDeployment
 from stagelaunch.core.budgets import Forecasts, context_term
-from stagelaunch.core.config import Stage
+from stagelaunch.core.engine_spec import spec_of
 from stagelaunch.core.inventory import SimulatedMachine
 from stagelaunch.core.need import NeedRequest, Needs, StageNeed, need_from_json, request_to_json
 from stagelaunch.core.units import format_duration
@@ -46,24 +45,7 @@ FORECAST_TIMEOUT_S = 180.0
 def need_requests(loaded: LoadedDeployment, *, auto_only: bool) -> tuple[NeedRequest, ...]:
     """What to ask for the stages of a deployment: all, or those whose budget is to be worked out."""
     stages = [stage for stage in loaded.deployment.stages if stage.demand is None or not auto_only]
-    return tuple(_request(loaded.model_dir, stage) for stage in stages)
-
-
-def _request(model_dir: Path, stage: Stage) -> NeedRequest:
-    return NeedRequest(
-        stage_id=stage.id,
-        engine=stage.engine,
-        component=stage.component,
-        model_dir=model_dir,
-        dtype=stage.dtype,
-        max_num_seqs=stage.max_num_seqs,
-        max_num_batched_tokens=stage.max_num_batched_tokens,
-        max_model_len=stage.max_model_len,
-        block_size=stage.block_size,
-        capture_sizes=stage.capture_sizes,
-        options=stage.options,
-        env=stage.env,
-    )
+    return tuple(NeedRequest(stage.id, stage.engine, spec_of(stage, loaded.model_dir), stage.env) for stage in stages)
 
 
 def forecasts_of(needs: Needs, machine: SimulatedMachine | None) -> Forecasts:

@@ -19,27 +19,12 @@ from stagelaunch.core.phases import LockMode, Phase
 from stagelaunch.core.run_spec import StageRun
 from stagelaunch.core.units import format_size
 from stagelaunch.devices.base import Device
-from stagelaunch.engines.base import Engine, EngineSpec
+from stagelaunch.engines.base import Engine
 from stagelaunch.system.locks import DeviceLocks, Holder
 from stagelaunch.system.process import own_pids
 from stagelaunch.worker import measure
 from stagelaunch.worker.own_memory import OwnMemory
 from stagelaunch.worker.reporter import Reporter
-
-
-def engine_spec(run: StageRun) -> EngineSpec:
-    """The part of a run the engine needs."""
-    return EngineSpec(
-        component=run.component,
-        model_dir=run.model_dir,
-        dtype=run.dtype,
-        max_num_seqs=run.max_num_seqs,
-        max_num_batched_tokens=run.max_num_batched_tokens,
-        max_model_len=run.max_model_len,
-        block_size=run.block_size,
-        capture_sizes=run.capture_sizes,
-        options=run.options,
-    )
 
 
 class Boot:
@@ -133,14 +118,14 @@ class Boot:
         self._memory.begin_window()
         measure.warm_up(self._engine, self._device)
         activations = measure.activations(self._engine, self._device)
-        trials = measure.trial_captures(self._engine, self._run.capture_sizes, self._capture_one)
+        trials = measure.trial_captures(self._engine, self._run.spec.capture_sizes, self._capture_one)
         # Not right after loading: what the first batch left in the allocator for good (workspaces) stays as well.
         weights = measure.resident(self._device)
         return weights, activations, self._memory.non_torch(), self._graphs(trials)
 
     def _graphs(self, trials: list[int]) -> Term:
         """The estimate, and what an earlier boot of this very stage has taught about it."""
-        sizes = self._run.capture_sizes
+        sizes = self._run.spec.capture_sizes
         if not sizes:
             return Term(0, Source.NONE)
         estimate, correction = estimate_graphs(trials, len(sizes)), self._run.graphs_correction_bytes
@@ -157,7 +142,7 @@ class Boot:
         return held_after - held_before
 
     def _check_size(self, ledger: Ledger, layout: KVLayout | None) -> None:
-        short = shortage(ledger, layout, self._run.max_model_len, self._device.total_bytes())
+        short = shortage(ledger, layout, self._run.spec.max_model_len, self._device.total_bytes())
         if short is not None:
             raise BudgetTooSmallError(f"cannot size the KV cache: {short}")
 
@@ -176,7 +161,7 @@ class Boot:
         return replace(ledger.kv, other_bytes=self._device.memory().reserved_bytes - reserved)
 
     def _capture(self, expected_bytes: int) -> Term:
-        sizes = self._run.capture_sizes
+        sizes = self._run.spec.capture_sizes
         if not sizes:
             return Term(0, Source.NONE)
         took: list[int] = []

@@ -12,14 +12,12 @@ import os
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import Any, TextIO
 
+from stagelaunch.core.engine_spec import EngineSpec
 from stagelaunch.core.ledger import estimate_graphs
 from stagelaunch.core.need import NeedRequest, StageNeed, need_to_json, request_from_json
 from stagelaunch.system.process import die_with_parent
-
-if TYPE_CHECKING:
-    from stagelaunch.engines.base import EngineSpec
 
 MAX_TEXT_CHARS = 2_000
 
@@ -79,28 +77,12 @@ def _answer(request: NeedRequest) -> Mapping[str, Any]:
 
     try:
         with _environment(request.env):
-            return {"stage_id": request.stage_id, "need": need_to_json(forecast(_engine_spec(request), request.engine))}
+            return {"stage_id": request.stage_id, "need": need_to_json(forecast(request.spec, request.engine))}
     except StagelaunchError as error:
         text = str(error)
     except (Exception, SystemExit) as error:
         text = f"{type(error).__name__}: {error}"
     return {"stage_id": request.stage_id, "error": text[:MAX_TEXT_CHARS]}
-
-
-def _engine_spec(request: NeedRequest) -> EngineSpec:
-    from stagelaunch.engines.base import EngineSpec
-
-    return EngineSpec(
-        component=request.component,
-        model_dir=request.model_dir,
-        dtype=request.dtype,
-        max_num_seqs=request.max_num_seqs,
-        max_num_batched_tokens=request.max_num_batched_tokens,
-        max_model_len=request.max_model_len,
-        block_size=request.block_size,
-        capture_sizes=request.capture_sizes,
-        options=request.options,
-    )
 
 
 @contextmanager

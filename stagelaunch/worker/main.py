@@ -51,9 +51,9 @@ def _boot_and_serve(stage: StageRun, reporter: Reporter, channel: socket.socket)
         from stagelaunch.engines.base import create_engine
         from stagelaunch.system.claims import publish_member
         from stagelaunch.system.locks import DeviceLocks, LockDirectory
-        from stagelaunch.worker.boot import Boot, engine_spec
+        from stagelaunch.worker.boot import Boot
 
-        engine = create_engine(stage.engine, engine_spec(stage))
+        engine = create_engine(stage.engine, stage.spec)
         engine.import_libraries()
         device = open_device(stage.backend, stage.device_uuid, stage.machine)
         owner = f"{stage.deployment}/{stage.name}"

@@ -207,7 +207,7 @@ def figures(ledger: Ledger, memory: MemoryStats) -> dict[str, Any]:
 def boot_once(run: StageRun, driver: str, unlocked: Collection[str], sizing: str) -> None:
     boot.own_pids = (lambda: (UNKNOWN_PID,)) if driver == "renumbered" else OWN_PIDS
     device = EdgeDevice(run, driver)
-    engine = EdgeEngine(boot.engine_spec(run))
+    engine = EdgeEngine(run.spec)
     kind = DeviceWideBoot if sizing == "device-wide" else boot.Boot
     try:
         ledger = kind(run, engine, device, EdgeLocks(run, unlocked), EdgeReporter()).walk()

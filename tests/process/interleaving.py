@@ -24,6 +24,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
+from stagelaunch.core.engine_spec import EngineSpec
 from stagelaunch.core.inventory import SimulatedMachine
 from stagelaunch.core.run_spec import StageRun, runs_to_json
 from stagelaunch.core.units import MIB
@@ -240,17 +241,19 @@ class Bench:
             lock_dir=self.directory / "locks",
             lock_timeout_s=3600.0,
             engine="light_engine:LightEngine",
-            component=stage.name,
-            model_dir=self.directory,
-            dtype="float32",
+            spec=EngineSpec(
+                component=stage.name,
+                model_dir=self.directory,
+                dtype="float32",
+                max_num_seqs=8,
+                max_num_batched_tokens=64,
+                max_model_len=64,
+                block_size=16,
+                capture_sizes=stage.capture_sizes,
+                options={"weights_mib": str(stage.weights_mib)},
+            ),
             utilization=None,
             budget_bytes=stage.budget_bytes,
-            max_num_seqs=8,
-            max_num_batched_tokens=64,
-            max_model_len=64,
-            block_size=16,
-            capture_sizes=stage.capture_sizes,
-            options={"weights_mib": str(stage.weights_mib)},
             env={},
             log_path=self.directory / "log",
             claim_id="none",

@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from stagelaunch.core.engine_spec import EngineSpec
 from stagelaunch.core.need import NeedRequest, Needs
 from stagelaunch.supervisor.forecast import ask_needs, ask_needs_sync
 
@@ -58,22 +60,13 @@ def _engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def requests(*components: str) -> list[NeedRequest]:
     return [
-        NeedRequest(
-            stage_id,
-            "odd_engine:Engine",
-            component,
-            Path("/nowhere"),
-            "auto",
-            8,
-            64,
-            64,
-            16,
-            (8, 1),
-            {},
-            colour(component),
-        )
+        NeedRequest(stage_id, "odd_engine:Engine", spec(component, 8, 64, 64, 16, (8, 1)), colour(component))
         for stage_id, component in enumerate(components)
     ]
+
+
+def spec(component: str, *limits: Any) -> EngineSpec:
+    return EngineSpec(component, Path("/nowhere"), "auto", *limits)
 
 
 def colour(component: str) -> dict[str, str]:
@@ -87,7 +80,7 @@ def children() -> list[str]:
 
 def test_one_failure_stops_no_other() -> None:
     asked = requests("environment", "data", "exits", "plain")
-    asked.append(NeedRequest(9, "no.such:Engine", "x", Path("/nowhere"), "auto", 1, 1, 1, 1, ()))
+    asked.append(NeedRequest(9, "no.such:Engine", spec("x", 1, 1, 1, 1, ())))
     needs = ask_needs_sync(asked, TIMEOUT_S)
     assert set(needs.found) == {0, 3}, needs.errors
     assert needs.found[0] == needs.found[3]

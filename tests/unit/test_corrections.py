@@ -7,12 +7,13 @@ from pathlib import Path
 
 import pytest
 
+from stagelaunch.core.engine_spec import EngineSpec
 from stagelaunch.core.run_spec import StageRun
 from stagelaunch.supervisor.corrections import plan_key, recall, remember
 
 RUN = StageRun(
-    "d", 3, "talker", "simulated", 1, "SIM-1", None, Path("/l"), 2.5, "e", "talker", Path("/c"), "auto", 0.5,
-    None, 1, 2, 3, 4, (8, 4), {"a": "b"}, {"X": "1"}, Path("/log"), "claim",
+    "d", 3, "talker", "simulated", 1, "SIM-1", None, Path("/l"), 2.5, "e",
+    EngineSpec("talker", Path("/c"), "auto", 1, 2, 3, 4, (8, 4), {"a": "b"}), 0.5, None, {"X": "1"}, Path("/log"), "claim",
 )  # fmt: skip
 CORRECTED = replace(RUN, graphs_correction_bytes=7)
 
@@ -24,7 +25,14 @@ def test_the_same_plan_gets_it_back(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "change", [{"utilization": 0.6}, {"capture_sizes": (8,)}, {"device_uuid": "SIM-2"}, {"env": {}}, {"stage_id": 4}]
+    "change",
+    [
+        {"utilization": 0.6},
+        {"spec": replace(RUN.spec, capture_sizes=(8,))},
+        {"device_uuid": "SIM-2"},
+        {"env": {}},
+        {"stage_id": 4},
+    ],
 )
 def test_another_plan_does_not(tmp_path, change):
     remember(tmp_path / "c", (CORRECTED,))

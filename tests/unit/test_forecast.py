@@ -170,5 +170,6 @@ def test_what_is_dropped_is_not_counted() -> None:
 
 
 def test_a_request_survives_json() -> None:
-    request = NeedRequest(3, LIGHT, "x", Path("/m"), "auto", 4, 256, 64, 16, (4, 1), {"a": "b"}, {"C": "d"})
+    spec = EngineSpec("x", Path("/m"), "auto", 4, 256, 64, 16, (4, 1), {"a": "b"})
+    request = NeedRequest(3, LIGHT, spec, {"C": "d"})
     assert request_from_json(json.loads(json.dumps(request_to_json(request)))) == request

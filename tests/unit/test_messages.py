@@ -10,6 +10,7 @@ import pytest
 
 from stagelaunch.core import errors
 from stagelaunch.core import messages as m
+from stagelaunch.core.engine_spec import EngineSpec
 from stagelaunch.core.inventory import DeviceInfo, DeviceProcess, SimulatedMachine, device_from_json, device_to_json
 from stagelaunch.core.ledger import Ledger, Source, Term
 from stagelaunch.core.phases import LockMode, Phase
@@ -59,8 +60,8 @@ def test_what_is_not_a_message_is_a_value_error(line: bytes) -> None:
 def test_a_run_survives_its_file() -> None:
     machine = SimulatedMachine(Path("/m"), {0: 10, 1: 20}, 5, 1.5)
     run = StageRun(
-        "d", 3, "talker", "simulated", 1, "SIM-1", machine, Path("/l"), 2.5, "e", "talker", Path("/c"), "auto", 0.5,
-        None, 1, 2, 3, 4, (8, 4), {"a": "b"}, {"X": "1"}, Path("/log"), "c0ffee",
+        "d", 3, "talker", "simulated", 1, "SIM-1", machine, Path("/l"), 2.5, "e",
+        EngineSpec("talker", Path("/c"), "auto", 1, 2, 3, 4, (8, 4), {"a": "b"}), 0.5, None, {"X": "1"}, Path("/log"), "c0ffee",
     )  # fmt: skip
     assert run_from_json(runs_to_json((run,)), 3) == run
     with pytest.raises(KeyError):
