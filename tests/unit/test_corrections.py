@@ -13,7 +13,8 @@ from stagelaunch.supervisor.corrections import plan_key, recall, remember
 
 RUN = StageRun(
     "d", 3, "talker", "simulated", 1, "SIM-1", None, Path("/l"), 2.5, "e",
-    EngineSpec("talker", Path("/c"), "auto", 1, 2, 3, 4, (8, 4), {"a": "b"}), 0.5, None, {"X": "1"}, Path("/log"), "claim",
+    EngineSpec("talker", Path("/c"), "auto", 1, 2, 3, 4, (8, 4), {"a": "b"}), 0.5, None, {"X": "1"},
+    Path("/log"), "claim",
 )  # fmt: skip
 CORRECTED = replace(RUN, graphs_correction_bytes=7)
 

@@ -61,7 +61,8 @@ def test_a_run_survives_its_file() -> None:
     machine = SimulatedMachine(Path("/m"), {0: 10, 1: 20}, 5, 1.5)
     run = StageRun(
         "d", 3, "talker", "simulated", 1, "SIM-1", machine, Path("/l"), 2.5, "e",
-        EngineSpec("talker", Path("/c"), "auto", 1, 2, 3, 4, (8, 4), {"a": "b"}), 0.5, None, {"X": "1"}, Path("/log"), "c0ffee",
+        EngineSpec("talker", Path("/c"), "auto", 1, 2, 3, 4, (8, 4), {"a": "b"}), 0.5, None, {"X": "1"},
+        Path("/log"), "c0ffee",
     )  # fmt: skip
     assert run_from_json(runs_to_json((run,)), 3) == run
     with pytest.raises(KeyError):
