@@ -20,6 +20,7 @@ def test_three_real_stages_boot_answer_and_leave_nothing(tmp_path: Path, tiny_ch
     }
     site = Site(tmp_path, shipped["stages"], {**shipped, **own})
     config = str(site.write())
+    plan = json.loads(site.run("plan", config, "--explain", "--json").stdout)
     up = site.run("up", config, "--detach", "--wait")
     assert up.code == 0, up.stderr
 
@@ -28,8 +29,12 @@ def test_three_real_stages_boot_answer_and_leave_nothing(tmp_path: Path, tiny_ch
     assert blocks["thinker"] > 1000
     assert blocks["talker"] > 1000
     assert blocks["code2wav"] == 0
-    for stage in stages.values():
-        assert stage["ledger"]["terms"]["activations"]["bytes"] > 0
+    for stage in plan["stages"]:
+        forecast, ledger = stage["forecast"], stages[stage["name"]]["ledger"]
+        # Said before there was a process, kept to the byte and to the block.
+        for term in ("budget", "context", "weights", "activations"):
+            assert ledger["terms"][term]["bytes"] == forecast["terms"][term]["bytes"] > 0
+        assert ledger["num_blocks"] == forecast["num_blocks"]
 
     results = json.loads(site.run("probe", config, "--json").stdout)
     assert [(r["stage"], r["through_graph"], r["max_abs_diff"]) for r in results] == [
