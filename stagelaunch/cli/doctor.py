@@ -15,13 +15,13 @@ from typing import Any
 
 import click
 
-from stagelaunch.cli.machine import list_devices
+from stagelaunch.cli.machine import list_devices, simulated_machine
 from stagelaunch.config_file import LoadedDeployment, load_deployment
 from stagelaunch.core.admission import claimant
 from stagelaunch.core.config import Deployment
 from stagelaunch.core.errors import ExitCode, LockDirectoryError, NoDeviceError
 from stagelaunch.core.identity import Resolution, cuda_view
-from stagelaunch.core.inventory import DeviceInfo, Inventory, device_to_json
+from stagelaunch.core.inventory import DeviceInfo, Inventory, SimulatedMachine, device_to_json
 from stagelaunch.core.units import format_size
 from stagelaunch.engines.versions import TRANSFORMERS_MINOR
 from stagelaunch.supervisor.runtime import default_runtime_dir, list_runtimes
@@ -48,7 +48,12 @@ def doctor(config: Path | None, as_json: bool) -> ExitCode:
     devices, device_checks = check_devices(loaded)
     lock_dir = Path(Deployment.model_fields["lock_dir"].default) if loaded is None else loaded.lock_dir
     base = default_runtime_dir() if loaded is None else loaded.runtime_dir or default_runtime_dir()
-    checks = [*device_checks, *check_libraries(), *check_locks(lock_dir, devices), check_leftovers(base)]
+    checks = [
+        *device_checks,
+        *check_libraries(),
+        *check_locks(lock_dir, devices, None if loaded is None else simulated_machine(loaded)),
+        check_leftovers(base),
+    ]
     click.echo(json.dumps(to_json(devices, checks), indent=2) if as_json else render(devices, checks))
     # A bad lock directory outweighs a missing device: it is wrong on any machine.
     return max((check.exit_code for check in checks if not check.ok), default=ExitCode.OK)
@@ -103,7 +108,7 @@ def _library(name: str, minor: str | None) -> Check:
     return Check(name, True, found)
 
 
-def check_locks(lock_dir: Path, devices: tuple[DeviceInfo, ...]) -> list[Check]:
+def check_locks(lock_dir: Path, devices: tuple[DeviceInfo, ...], machine: SimulatedMachine | None) -> list[Check]:
     """The lock directory, and who is in the locks of the devices now."""
     try:
         LockDirectory(lock_dir)

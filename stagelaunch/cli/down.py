@@ -30,13 +30,13 @@ from stagelaunch.supervisor.runtime import Runtime
 def down(target: str, now: bool, timeout_s: float, runtime_dir: Path | None) -> int:
     """Stop the deployment TARGET (its name or config file). Exit 0, or 71 if something is left.
 
-    One that still waits for device memory gives up.
+    One that still waits for its admission or for device memory gives up.
     """
     runtime = find_target(target, runtime_dir).runtime
     name = runtime.directory.name
     try:
         pidfd = _open_supervisor(runtime)
-        if runtime.waits_for_memory:
+        if runtime.waits_for is not None:
             # Nothing answers yet. Should it be admitted this instant, the signal stops it in good order.
             signal.pidfd_send_signal(pidfd, signal.SIGTERM)
         else:

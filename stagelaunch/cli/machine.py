@@ -7,7 +7,7 @@ from pathlib import Path
 
 from stagelaunch.config_file import LoadedDeployment
 from stagelaunch.core.claims import Claim
-from stagelaunch.core.inventory import DeviceInfo, Inventory, SimulatedMachine
+from stagelaunch.core.inventory import DeviceInfo, Inventory, SimulatedMachine, machine_name
 
 
 def simulated_machine(loaded: LoadedDeployment) -> SimulatedMachine | None:
@@ -31,8 +31,10 @@ def list_devices(loaded: LoadedDeployment | None) -> Inventory:
     return query_devices_sync(deployment.backend, simulated_machine(loaded), deployment.timeouts.driver_s)
 
 
-def list_claims(lock_dir: Path, devices: Collection[DeviceInfo]) -> dict[int, tuple[Claim, ...]]:
+def list_claims(
+    lock_dir: Path, devices: Collection[DeviceInfo], machine: SimulatedMachine | None
+) -> dict[int, tuple[Claim, ...]]:
     """What running deployments have claimed of these devices, by index; nothing where there is no lock directory."""
     from stagelaunch.system.claims import read_claims
 
-    return {info.index: read_claims(lock_dir, info.uuid) for info in devices}
+    return {info.index: read_claims(lock_dir, info.uuid, machine_name(machine)) for info in devices}

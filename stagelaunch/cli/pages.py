@@ -56,8 +56,13 @@ def _ledgers(stages: list[dict[str, Any]]) -> str:
         blocks = str(ledger["num_blocks"]) if ledger["block_bytes"] else "no KV"
         mark = "" if stage["ledger_is_final"] else " (before capture)"
         held = "-" if ledger["held_bytes"] is None else format_size(ledger["held_bytes"])
-        rows.append((stage["name"] + mark, *sizes, format_size(ledger["unspent_bytes"]), held, blocks))
+        rows.append((stage["name"] + mark, *sizes, _unspent(ledger["unspent_bytes"]), held, blocks))
     return _page(rows, right=range(1, 12))
+
+
+def _unspent(size_bytes: int) -> str:
+    """Below nothing when the graphs took more than estimated: then a part of the margin is used."""
+    return format_size(size_bytes) if size_bytes >= 0 else f"0 B ({format_size(-size_bytes)} of the margin used)"
 
 
 def _sources(stages: list[dict[str, Any]]) -> str:

@@ -71,7 +71,7 @@ def _planned(loaded: LoadedDeployment, device_totals: Sequence[str], forecasts: 
         totals = parse_device_totals(device_totals, used)
         return _planned_unseen(deployment, totals, _weights_bytes(loaded), forecasts)
     resolved = loaded.resolve(list_devices(loaded), os.environ)
-    claims = list_claims(loaded.lock_dir, resolved.devices)
+    claims = list_claims(loaded.lock_dir, resolved.devices, simulated_machine(loaded))
     return make_plan_now(deployment, resolved, claims, _weights_bytes(loaded), forecasts)
 
 

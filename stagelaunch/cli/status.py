@@ -38,7 +38,7 @@ def _body(runtime: Runtime) -> dict[str, Any]:
     try:
         return request(runtime, "GET", "/v1/status")
     except NotRunningError:
-        if runtime.waits_for_memory:
+        if runtime.waits_for is not None:
             state = runtime.read_state()
             return {key: state.get(key) for key in ("state", "pid", "findings")} | {"name": runtime.directory.name}
         return {"name": runtime.directory.name, "state": "stopped", "last_run": _last_run(runtime)}
@@ -53,8 +53,9 @@ def _last_run(runtime: Runtime) -> dict[str, Any] | None:
 
 
 def _page(body: dict[str, Any]) -> str:
-    if body["state"] == "waiting":
-        head = f"{body['name']}: waiting for device memory (supervisor pid {body['pid']})"
+    if body["state"] in ("admitting", "waiting"):
+        what = "device memory" if body["state"] == "waiting" else "its admission"
+        head = f"{body['name']}: waiting for {what} (supervisor pid {body['pid']})"
         return "\n".join([head, *(body["findings"] or [])])
     if body["state"] != "stopped":
         return render_status(body)
@@ -65,6 +66,7 @@ def _page(body: dict[str, Any]) -> str:
             return f"{body['name']}: not running; its last supervisor (pid {pid}) died without cleaning up"
         case {"first_failure": {"stage": stage, "phase": phase, "text": text}, "exit_code": code}:
             where = f"stage {stage} in phase {phase}: " if stage else ""
-            return f"{body['name']}: not running; the last run failed (exit {code}): {where}{text.splitlines()[0]}"
+            said = next(iter(str(text).splitlines()), "")
+            return f"{body['name']}: not running; the last run failed (exit {code}): {where}{said}"
         case last:
             return f"{body['name']}: not running; the last run ended with exit code {last.get('exit_code')}"

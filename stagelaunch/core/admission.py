@@ -230,7 +230,7 @@ def _claim_finding(free: FreeVerdict) -> str:
     )
     return (
         f"{_need(free.verdict)}, but of the {format_size(free.free_bytes)} free now {format_size(free.claimed_bytes)} "
-        f"is claimed by running deployments ({claims}), short by {format_size(free.shortfall_bytes)}; "
+        f"is claimed by running deployments ({claims}), short by {format_size(free.shortfall_bytes)} in all; "
         "stop one, or lower a budget or the reserve"
     )
 

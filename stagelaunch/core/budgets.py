@@ -84,6 +84,8 @@ def plan_budgets(deployment: Deployment, device_totals: Mapping[int, int], forec
     auto = [stage for stage in deployment.stages if stage.demand is None]
     known = [stage for stage in auto if stage.id in forecasts.needs]
     found: dict[int, float | int] = dict(written)
+    # Of a device that nobody knows any share is unknown; the stage still asks for it.
+    found |= {stage.id: 1.0 for stage in known if device_totals.keys().isdisjoint(stage.devices)}
     for device, total_bytes in device_totals.items():
         here = [_auto_stage(stage, forecasts) for stage in known if device in stage.devices]
         available_bytes = total_bytes - _taken_bytes(deployment, device, total_bytes)

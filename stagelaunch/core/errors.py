@@ -138,6 +138,9 @@ class PlainError(StagelaunchError):
         self.text = text
         super().__init__(text)
 
+    def __str__(self) -> str:
+        return self.text
+
 
 class LockDirectoryError(PlainError):
     """The lock directory cannot be used. Never worked around with a private one."""

@@ -71,9 +71,11 @@ def _rest(device: DevicePlan) -> str:
         return f"device {verdict.device}: not there"
     budgets = sum(demand.budget_bytes or 0 for demand in verdict.demands)
     reserve = f"reserve {len(verdict.demands)} x {format_size(verdict.reserve_bytes)}"
+    left_bytes = verdict.total_bytes - (verdict.needed_bytes or 0)
+    rest = f"unplanned {format_size(left_bytes)}" if left_bytes >= 0 else f"short by {format_size(-left_bytes)}"
     return (
-        f"device {verdict.device}: total {format_size(verdict.total_bytes)} = budgets {format_size(budgets)} + "
-        f"{reserve} + unplanned {format_size(verdict.total_bytes - (verdict.needed_bytes or 0))}"
+        f"device {verdict.device}: total {format_size(verdict.total_bytes)}: budgets {format_size(budgets)}, "
+        f"{reserve}, {rest}"
     )
 
 
@@ -87,4 +89,5 @@ def _sources(plan: Plan) -> list[str]:
             sources.setdefault(getattr(ledger, term).source, []).append(name)
         texts = [text if len(sources) == 1 else f"{text} ({', '.join(who)})" for text, who in sources.items()]
         lines.append(f"  {term}: {'; '.join(texts)}")
+    lines.append("  non-torch: counted with the context; tokens: of all blocks but one, which padding uses")
     return lines if known else []

@@ -54,10 +54,16 @@ def render(first: StageFailure, consequences: tuple[StageFailure, ...]) -> str:
     lines += [f"  {line}" for line in first.text.splitlines()[1:]]
     if first.traceback:
         lines += ["  traceback of the stage:", *(f"    {line}" for line in first.traceback.rstrip().splitlines())]
-    elif first.log_tail:
-        lines += [f"  last lines of {first.log_path}:", *(f"    {line}" for line in first.log_tail)]
+    elif tail := _tail(first):
+        lines += [f"  last lines of {first.log_path}:", *(f"    {line}" for line in tail)]
     lines += [f"  consequence: {other.headline()}" for other in consequences]
     return "\n".join(lines)
+
+
+def _tail(failure: StageFailure) -> list[str]:
+    """What the log adds to what is said already."""
+    said = set(failure.text.splitlines())
+    return [line for line in failure.log_tail if line not in said]
 
 
 def to_json(failure: StageFailure) -> dict[str, Any]:

@@ -71,6 +71,11 @@ class SimulatedMachine:
         return simulated_uuid(index)
 
 
+def machine_name(machine: SimulatedMachine | None) -> str:
+    """What tells the devices of one simulated machine from those of another, with equal UUIDs; "" for real ones."""
+    return "" if machine is None else str(machine.path)
+
+
 def simulated_uuid(index: int) -> str:
     """``SIM-00000000-0000-0000-0000-000000000001`` for device 1."""
     return f"SIM-00000000-0000-0000-0000-{index:012x}"

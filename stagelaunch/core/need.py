@@ -62,14 +62,18 @@ def need_to_json(need: StageNeed) -> dict[str, Any]:
 
 
 def need_from_json(body: Mapping[str, Any]) -> StageNeed:
-    """Inverse of ``need_to_json``. KeyError or TypeError for anything else."""
+    """Inverse of ``need_to_json``. KeyError, TypeError or ValueError for anything else, impossible sizes included."""
     layout = body["layout"]
-    return StageNeed(
-        weights_bytes=int(body["weights_bytes"]),
-        activations_bytes=int(body["activations_bytes"]),
-        graphs_bytes=int(body["graphs_bytes"]),
-        layout=None if layout is None else KVLayout(**layout),
-    )
+    sizes = {name: _count(body[name], 0) for name in ("weights_bytes", "activations_bytes", "graphs_bytes")}
+    if layout is not None:
+        layout = KVLayout(**{name: _count(value, 1) for name, value in layout.items()})
+    return StageNeed(**sizes, layout=layout)
+
+
+def _count(value: object, least: int) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or not least <= value < 2**53:
+        raise ValueError(f"{value!r} is no size")
+    return value
 
 
 def request_to_json(request: NeedRequest) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from stagelaunch.core.config_rules import ENGINE_QWEN3_OMNI
 from stagelaunch.core.engine_spec import spec_of
 from stagelaunch.core.errors import ConfigError, Fault
 from stagelaunch.core.identity import same_devices
-from stagelaunch.core.inventory import DeviceInfo, SimulatedMachine
+from stagelaunch.core.inventory import DeviceInfo, SimulatedMachine, machine_name
 from stagelaunch.core.need import NO_NEEDS
 from stagelaunch.core.plan import Plan, device_holders, make_plan_now, refusal
 from stagelaunch.core.run_spec import StageRun
@@ -86,12 +86,13 @@ async def _admit_now(
     resolved = loaded.resolve(inventory, os.environ)
     deployment = written.on_devices(resolved.numbers)
     devices = {info.index: info for info in resolved.devices if info.index in deployment.device_indices}
-    claims = {index: read_claims(lock_dir, info.uuid) for index, info in devices.items()}
+    claims = {index: read_claims(lock_dir, info.uuid, machine_name(machine)) for index, info in devices.items()}
     plan = make_plan_now(written, resolved, claims, weights, forecasts)
     if (error := refusal(plan)) is not None:
         raise error
     claim_id = new_claim_id()
-    held.enter_context(hold_claims(lock_dir, claim_id, deployment.name, _shares(plan, devices, claims)))
+    shares = _shares(plan, devices, claims)
+    held.enter_context(hold_claims(lock_dir, claim_id, deployment.name, shares, machine_name(machine)))
     runs = tuple(
         _stage_run(loaded, stage, devices, machine, runtime, claim_id, plan.auto_budget_bytes(stage))
         for stage in deployment.stages

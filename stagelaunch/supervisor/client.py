@@ -40,9 +40,9 @@ def request(runtime: Runtime, method: str, path: str, timeout_s: float = 10.0) -
         response = connection.getresponse()
         body: dict[str, Any] = json.loads(response.read())
     except (FileNotFoundError, NotADirectoryError, ConnectionRefusedError) as error:
-        if runtime.waits_for_memory:
+        if (waits_for := runtime.waits_for) is not None:
             raise NotRunningError(
-                f"cannot reach deployment {name}: it waits for device memory (supervisor pid {runtime.live_pid()}) and "
+                f"cannot reach deployment {name}: it waits for {waits_for} (supervisor pid {runtime.live_pid()}) and "
                 f"no stage runs yet; wait, or end that with `stagelaunch down {runtime.argument}`"
             ) from error
         raise NotRunningError(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import stat
 from dataclasses import replace
 from pathlib import Path
 
@@ -37,13 +38,15 @@ def recall(path: Path, runs: tuple[StageRun, ...]) -> tuple[tuple[StageRun, ...]
         known = _read(path)
     except FileNotFoundError:
         return runs, ()
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         return runs, (f"corrections of earlier boots in {path} are ignored: {error}",)
     corrected = tuple(replace(run, graphs_correction_bytes=known.get(plan_key(run), 0)) for run in runs)
     return corrected, ()
 
 
 def _read(path: Path) -> dict[str, int]:
+    if stat.S_ISFIFO(path.stat().st_mode):
+        raise ValueError("it is not a file")
     known = json.loads(path.read_text())
     if not isinstance(known, dict) or not all(type(size) is int and 0 < size < 2**53 for size in known.values()):
         raise ValueError("it is not a list of sizes by plan")

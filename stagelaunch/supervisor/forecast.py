@@ -14,6 +14,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from typing import IO
@@ -24,6 +25,7 @@ from stagelaunch.core.engine_spec import spec_of
 from stagelaunch.core.inventory import SimulatedMachine
 from stagelaunch.core.need import NeedRequest, Needs, StageNeed, need_from_json, request_to_json
 from stagelaunch.core.units import format_duration
+from stagelaunch.system.process import signal_name
 
 # By name only: importing it here would pull torch into the supervisor.
 _COMMAND = (sys.executable, "-m", "stagelaunch.worker.forecast")
@@ -60,31 +62,83 @@ async def ask_needs(requests: Sequence[NeedRequest], timeout_s: float) -> Needs:
     Returns within ``timeout_s`` and a moment. Cancelling it kills the asking process at once. Call it from a thread
     that lasts: the asking process dies with the thread that started it.
     """
-    with _Asking(requests) as asking:
-        loop, ended = asyncio.get_running_loop(), asyncio.Event()
-        loop.add_reader(asking.pidfd, ended.set)
-        try:
-            async with asyncio.timeout(timeout_s):
-                await ended.wait()
-        except TimeoutError:
-            return asking.needs(_late(timeout_s))
-        finally:
-            loop.remove_reader(asking.pidfd)
-        return asking.needs()
+    loop, asked = asyncio.get_running_loop(), _Asked(requests, timeout_s)
+    while asked.open:
+        with _Asking(asked.open) as asking:
+            ended = asyncio.Event()
+            loop.add_reader(asking.pidfd, ended.set)
+            try:
+                async with asyncio.timeout(asked.left_s):
+                    await ended.wait()
+            except TimeoutError:
+                asked.take_last(asking.needs())
+            else:
+                asked.take(asking.needs(), asking.death)
+            finally:
+                loop.remove_reader(asking.pidfd)
+    return asked.needs
 
 
 def ask_needs_sync(requests: Sequence[NeedRequest], timeout_s: float) -> Needs:
     """``ask_needs`` for callers without an event loop."""
-    with _Asking(requests) as asking:
-        ended, _, _ = select.select([asking.pidfd], [], [], timeout_s)
-        return asking.needs(None if ended else _late(timeout_s))
+    asked = _Asked(requests, timeout_s)
+    while asked.open:
+        with _Asking(asked.open) as asking:
+            ended, _, _ = select.select([asking.pidfd], [], [], max(asked.left_s, 0.0))
+            needs = asking.needs()
+            if ended:
+                asked.take(needs, asking.death)
+            else:
+                asked.take_last(needs)
+    return asked.needs
+
+
+class _Asked:
+    """What is answered and what is still open. A process that dies costs the stage it was at; the others ask again."""
+
+    def __init__(self, requests: Sequence[NeedRequest], timeout_s: float) -> None:
+        self.open = tuple(requests)
+        self._timeout_s = timeout_s
+        self._deadline_s = time.monotonic() + timeout_s
+        self._found: dict[int, StageNeed] = {}
+        self._errors: dict[int, str] = {}
+
+    @property
+    def left_s(self) -> float:
+        """Until the deadline; below zero when it has passed."""
+        return self._deadline_s - time.monotonic()
+
+    @property
+    def needs(self) -> Needs:
+        """All answers."""
+        return Needs(self._found, self._errors)
+
+    def take(self, answers: Needs, death: str) -> None:
+        """Of a process that ended: stages are forecast in order, so it died of the first without an answer."""
+        self._keep(answers)
+        if self.open:
+            culprit, *rest = self.open
+            self._errors[culprit.stage_id] = _error(death)
+            self.open = tuple(rest)
+
+    def take_last(self, answers: Needs) -> None:
+        """Of a process that took too long: whatever is open stays without an answer."""
+        self._keep(answers)
+        late = _error(f"there was no answer within {format_duration(self._timeout_s)}")
+        self._errors |= dict.fromkeys((request.stage_id for request in self.open), late)
+        self.open = ()
+
+    def _keep(self, answers: Needs) -> None:
+        self._found |= answers.found
+        self._errors |= answers.errors
+        known = answers.found.keys() | answers.errors.keys()
+        self.open = tuple(request for request in self.open if request.stage_id not in known)
 
 
 class _Asking:
     """The asking process between files: no pipe can fill up, and its last words are kept. Ended with the context."""
 
     def __init__(self, requests: Sequence[NeedRequest]) -> None:
-        self._requests = requests
         self._files = ExitStack()
         self._answers = self._files.enter_context(tempfile.TemporaryFile())  # noqa: SIM115
         self._errors = self._files.enter_context(tempfile.TemporaryFile())  # noqa: SIM115
@@ -113,16 +167,24 @@ class _Asking:
         os.close(self.pidfd)
         self._files.close()
 
-    def needs(self, why_not: str | None = None) -> Needs:
-        """What was answered; ``why_not``, or how the process ended, for every stage that was not. Ends the process."""
+    def needs(self) -> Needs:
+        """What was answered; a stage without an answer is in neither part. Ends the process."""
         self._end()
-        why_not = self._death() if why_not is None else why_not
         found: dict[int, StageNeed] = {}
-        errors = {request.stage_id: _error(why_not) for request in self._requests}
+        errors: dict[int, str] = {}
         for line in _lines(self._answers):
             with suppress(ValueError):  # the last line may be half a line
                 _take(json.loads(line), found, errors)
         return Needs(found, errors)
+
+    @property
+    def death(self) -> str:
+        """How the process ended, and its last words."""
+        last_words = _lines(self._errors)
+        said = last_words[-1][:_SHOWN_CHARS] if last_words else "it said nothing"
+        code = self._process.returncode
+        how = signal_name(-code) if code is not None and code < 0 else f"exit code {code}"
+        return f"the asking process ended with {how}: {said}"
 
     def _end(self) -> None:
         # Not reaped before: until then its number is nobody else's.
@@ -132,31 +194,24 @@ class _Asking:
             with suppress(subprocess.TimeoutExpired):
                 self._process.wait(_REAP_S)
 
-    def _death(self) -> str:
-        last_words = _lines(self._errors)
-        said = last_words[-1][:_SHOWN_CHARS] if last_words else "it said nothing"
-        return f"the asking process ended with {self._process.returncode}: {said}"
-
 
 def _take(body: Mapping[str, object], found: dict[int, StageNeed], errors: dict[int, str]) -> None:
     stage_id, need = body["stage_id"], body.get("need")
     assert isinstance(stage_id, int)
-    if isinstance(need, dict):
-        found[stage_id] = need_from_json(need)
-        del errors[stage_id]
-    else:
+    if not isinstance(need, dict):
         errors[stage_id] = _error(str(body["error"]))
+        return
+    try:
+        found[stage_id] = need_from_json(need)
+    except (KeyError, TypeError, ValueError) as error:
+        errors[stage_id] = _error(f"its engine needs what cannot be ({error})")
 
 
 def _error(cause: str) -> str:
-    return f"cannot forecast the stage: {cause}; correct that, or give the stage a budget"
+    return f"cannot forecast the stage: {cause}"
 
 
 def _lines(file: IO[bytes]) -> list[str]:
     """Whole and half lines that hold something."""
     file.seek(0)
     return [line for line in file.read().decode(errors="replace").splitlines() if line.strip()]
-
-
-def _late(timeout_s: float) -> str:
-    return f"there was no answer within {format_duration(timeout_s)}"

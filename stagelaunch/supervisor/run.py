@@ -15,7 +15,7 @@ from stagelaunch.config_file import LoadedDeployment
 from stagelaunch.core import failure, launch
 from stagelaunch.core.board import Timeouts
 from stagelaunch.core.config import Deployment
-from stagelaunch.core.errors import NoDeviceError
+from stagelaunch.core.errors import ExitCode, NoDeviceError, StagelaunchError
 from stagelaunch.core.failure import StageFailure
 from stagelaunch.core.groups import init_groups
 from stagelaunch.core.inventory import DeviceInfo, SimulatedMachine
@@ -25,7 +25,7 @@ from stagelaunch.core.units import format_size
 from stagelaunch.supervisor import corrections
 from stagelaunch.supervisor.admission import Admitted, admit, devices_now
 from stagelaunch.supervisor.control import ControlServer, Handlers
-from stagelaunch.supervisor.runtime import Runtime, write_atomically
+from stagelaunch.supervisor.runtime import Runtime, writable, write_atomically
 from stagelaunch.supervisor.status import status_body
 from stagelaunch.supervisor.supervisor import KILL_WAIT_S, Supervisor
 from stagelaunch.supervisor.waiting import Patience
@@ -64,20 +64,49 @@ async def run_deployment(
     runtime.create()
     with runtime.claim(), ExitStack() as held:
         _cancel_on_signals()
-        lock_dir = LockDirectory(loaded.lock_dir)
-        patience = None if wait_for_memory_s is None else Patience(wait_for_memory_s, listener.say, runtime)
-        admitted = await admit(loaded, machine, runtime, lock_dir, held, patience)
-        admitted = _with_corrections(admitted, runtime, listener)
-        write_atomically(runtime.run_file, runs_to_json(admitted.runs))
-        runtime.write_state("booting", config=str(loaded.path))
+        try:
+            with writable(runtime.directory):
+                runtime.write_state("admitting", config=str(loaded.path))
+            lock_dir = LockDirectory(loaded.lock_dir)
+            patience = None if wait_for_memory_s is None else Patience(wait_for_memory_s, listener.say, runtime)
+            _say_what_is_forecast(loaded.deployment, listener)
+            admitted = await admit(loaded, machine, runtime, lock_dir, held, patience)
+            admitted = _with_corrections(admitted, runtime, listener)
+            with writable(runtime.directory):
+                write_atomically(runtime.run_file, runs_to_json(admitted.runs))
+                runtime.write_state("booting", config=str(loaded.path))
+        except BaseException as error:
+            _note_ending(runtime, exit_code=_exit_code(error), leftovers=[])
+            raise
         outcome = None
         try:
             outcome = await _Session(admitted, runtime, lock_dir, listener).run()
         finally:
-            # A full disk or a deleted directory takes nothing away from how it ended.
-            with contextlib.suppress(OSError):
-                runtime.write_state("ended", **_ending(outcome))
+            _note_ending(runtime, **_ending(outcome))
         return outcome
+
+
+def _say_what_is_forecast(deployment: Deployment, listener: Listener) -> None:
+    names = [stage.name for stage in deployment.stages if stage.demand is None]
+    if names:
+        listener.say(f"working out the budget of {', '.join(names)}; this takes some seconds")
+
+
+def _note_ending(runtime: Runtime, **how: Any) -> None:
+    # A full disk or a deleted directory takes nothing away from how it ended.
+    with contextlib.suppress(OSError):
+        runtime.write_state("ended", **how)
+
+
+def _exit_code(error: BaseException) -> int | None:
+    """Of a run that ended before anything was started; None for our own bug."""
+    match error:
+        case StagelaunchError():
+            return int(error.exit_code)
+        case asyncio.CancelledError() | KeyboardInterrupt():
+            return int(ExitCode.INTERRUPTED)
+        case _:
+            return None
 
 
 def _with_corrections(admitted: Admitted, runtime: Runtime, listener: Listener) -> Admitted:

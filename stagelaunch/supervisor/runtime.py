@@ -14,6 +14,8 @@ from __future__ import annotations
 import json
 import os
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -130,14 +132,16 @@ class Runtime:
         """What the last supervisor recorded; empty when there is nothing readable."""
         try:
             body = json.loads(self.state.read_text())
-        except (OSError, ValueError):
+        except (OSError, ValueError, RecursionError):
             return {}
         return body if isinstance(body, dict) else {}
 
     @property
-    def waits_for_memory(self) -> bool:
-        """Whether its supervisor lives and waits to be admitted: then no stage runs and nothing answers."""
-        return self.live_pid() is not None and self.read_state().get("state") == "waiting"
+    def waits_for(self) -> str | None:
+        """What a live supervisor waits for that has started nothing yet; None when there is none, or it has."""
+        if self.live_pid() is None:
+            return None
+        return {"admitting": "its admission", "waiting": "device memory"}.get(str(self.read_state().get("state")))
 
     def live_pid(self) -> int | None:
         """The supervisor that runs now: recorded pid, start time and boot id must all be those of a live process."""
@@ -149,10 +153,25 @@ class Runtime:
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Replace ``path`` by a file with this text; a reader sees the old or the new one."""
+    """Replace ``path`` by a file with this text; a reader sees the old or the new one. OSError leaves the old one."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_text(text)
-    temporary.replace(path)
+    try:
+        temporary.write_text(text)
+        temporary.replace(path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+@contextmanager
+def writable(directory: Path) -> Iterator[None]:
+    """What cannot be written in the body is the fault of the runtime directory: ConfigError."""
+    try:
+        yield
+    except OSError as error:
+        where = error.filename2 or error.filename or str(directory)
+        text = f"cannot be written: {error.strerror}; make room there, or set runtime_dir to another directory"
+        raise ConfigError((Fault(str(where), None, None, text),)) from error
 
 
 def list_runtimes(base: Path | None = None) -> tuple[Runtime, ...]:

@@ -248,20 +248,26 @@ class Supervisor:
         self._fail(stage, failure)
 
     def _learn(self, stage: _Stage, message: m.Failed) -> bool:
-        """Keep for the stage's next process, and for the next boot, what this one was over; False where it could not be
-        written down."""
+        """Keep for the stage's next process, and for the next boot, what this one was over.
+
+        False where its next process could not be told.
+        """
         if not message.overshoot_bytes:
             return True
         correction = stage.run.graphs_correction_bytes + correction_bytes(message.overshoot_bytes)
         stage.run = replace(stage.run, graphs_correction_bytes=correction)
         runs = tuple(each.run for each in self._stages.values())
+        size = format_size(correction)
+        self._say_of(stage, f"gets {size} less KV cache than estimated from now on")
         try:
-            write_atomically(self._runtime.run_file, runs_to_json(runs))
             corrections.remember(self._runtime.corrections, runs)
         except OSError as error:
-            self._say_of(stage, f"cannot note that its graphs need more: {error.strerror}")
+            self._say_of(stage, f"which cannot be kept for the next boot: {error.strerror}")
+        try:
+            write_atomically(self._runtime.run_file, runs_to_json(runs))
+        except OSError as error:
+            self._say_of(stage, f"which its next process cannot be told: {error.strerror}")
             return False
-        self._say_of(stage, f"gets {format_size(correction)} less KV cache than estimated from now on")
         return True
 
     def _fail(self, stage: _Stage, failure: StageFailure) -> None:

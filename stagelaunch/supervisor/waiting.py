@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from stagelaunch.core.errors import AdmissionTimeoutError, DoesNotFitNowError, ExitCode, StagelaunchError
+from stagelaunch.core.errors import AdmissionTimeoutError, DoesNotFitNowError
 from stagelaunch.core.memory_wait import MemoryWait, gave_up, hear
 from stagelaunch.supervisor.runtime import Runtime
 
@@ -30,7 +30,7 @@ class Patience:
 async def with_patience(patience: Patience | None, attempt: Callable[[], Awaitable[T]]) -> T:
     """What ``attempt`` returns; it is tried again while it raises DoesNotFitNowError and ``patience`` lasts.
 
-    AdmissionTimeoutError when it is over. Meanwhile the runtime's state is ``waiting``, after a wait in vain ``ended``.
+    AdmissionTimeoutError when it is over. Meanwhile the runtime's state is ``waiting``.
     """
     try:
         return await attempt()
@@ -38,11 +38,7 @@ async def with_patience(patience: Patience | None, attempt: Callable[[], Awaitab
         if patience is None:
             raise
         first = error
-    try:
-        return await _keep_trying(patience, attempt, first)
-    except BaseException as error:
-        _note(patience, "ended", exit_code=_exit_code(error), leftovers=[])
-        raise
+    return await _keep_trying(patience, attempt, first)
 
 
 async def _keep_trying(patience: Patience, attempt: Callable[[], Awaitable[T]], error: DoesNotFitNowError) -> T:
@@ -68,10 +64,3 @@ def _note(patience: Patience, state: str, **more: Any) -> None:
     """The wait goes on, or is over, whether or not that can be written down."""
     with contextlib.suppress(OSError):
         patience.runtime.write_state(state, **more)
-
-
-def _exit_code(error: BaseException) -> int | None:
-    if isinstance(error, StagelaunchError):
-        return int(error.exit_code)
-    # Cancelled by a signal, and nothing was started.
-    return int(ExitCode.INTERRUPTED) if isinstance(error, asyncio.CancelledError) else None

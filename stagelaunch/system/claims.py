@@ -61,15 +61,17 @@ def new_claim_id() -> str:
 
 @contextmanager
 def hold_claims(
-    directory: LockDirectory, claim_id: str, deployment: str, shares: Mapping[str, Share]
+    directory: LockDirectory, claim_id: str, deployment: str, shares: Mapping[str, Share], machine: str = ""
 ) -> Iterator[None]:
     """Claim a share of each device, by UUID, for the body. All of them or none.
 
+    ``machine`` names the simulated one the devices are of, "" for the real one: simulated UUIDs are alike on all.
     LockDirectoryError where that cannot be written down. To be entered under ``admission_mutex``.
     """
     with ExitStack() as claims:
         for uuid, share in sorted(shares.items()):
-            fields = {"claim_id": claim_id, "deployment": deployment, **asdict(share), **asdict(Identity.of_self())}
+            fields = {"claim_id": claim_id, "deployment": deployment, "machine": machine}
+            fields |= {**asdict(share), **asdict(Identity.of_self())}
             record = Record(directory.path, checked_uuid(uuid), "claim", fields)
             claims.callback(record.close)
             record.publish()
@@ -91,15 +93,16 @@ def publish_member(directory: os.PathLike[str], device_uuid: str, claim_id: str,
     return record
 
 
-def read_claims(directory: os.PathLike[str], device_uuid: str) -> tuple[Claim, ...]:
-    """What living deployments have claimed of a device, in no order; nothing where there is no directory.
+def read_claims(directory: os.PathLike[str], device_uuid: str, machine: str = "") -> tuple[Claim, ...]:
+    """What living deployments have claimed of a device of ``machine``, in no order; nothing without a directory.
 
     Creates nothing. Records of the dead are removed; what is no record is not believed. LockDirectoryError where the
     directory cannot be read.
     """
     path, uuid = Path(directory), checked_uuid(device_uuid)
     members = [found for found in find_records(path, uuid, "member") if _is_alive(found)]
-    claims = [_claim(found, members) for found in find_records(path, uuid, "claim") if _is_alive(found)]
+    found_here = [found for found in find_records(path, uuid, "claim") if found.fields.get("machine", "") == machine]
+    claims = [_claim(found, members) for found in found_here if _is_alive(found)]
     return tuple(claim for claim in claims if claim is not None)
 
 

@@ -287,6 +287,15 @@ def _read_records(directory: Path, uuid: str, role: _Role) -> tuple[Holder, ...]
 def _holder(fields: dict[str, Any]) -> Holder | None:
     try:
         age_s = max(0.0, boottime_s() - fields.pop("since_s"))
+        if not _is_plausible(fields):
+            return None
         return Holder(**fields | {"mode": LockMode(fields["mode"]), "age_s": age_s})
     except (ValueError, KeyError, TypeError):
         return None
+
+
+def _is_plausible(fields: dict[str, Any]) -> bool:
+    """Whether what anyone may have written is fit to be shown on a terminal."""
+    texts = [fields["owner"], fields["phase"], fields["device_uuid"]]
+    pid = fields["pid"]
+    return type(pid) is int and 0 < pid < 2**31 and all(isinstance(t, str) and t.isprintable() for t in texts)

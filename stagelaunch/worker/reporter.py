@@ -80,9 +80,10 @@ class Reporter:
         """The stage gives up because of ``error``."""
         code = error.exit_code if isinstance(error, StagelaunchError) else ExitCode.STAGE_FAILED
         text = str(error) or type(error).__name__
-        trace = "".join(traceback.format_exception(error))
+        # An error of ours says what to do; where in our code it was raised helps nobody.
+        trace = "" if isinstance(error, StagelaunchError) else "".join(traceback.format_exception(error))
         # The whole of it goes to the stage's log; what is sent must fit a line that the supervisor takes.
-        print(trace, file=sys.stderr, flush=True)
+        print(trace or text, file=sys.stderr, flush=True)
         text, trace = _shortened(text, MAX_TEXT_CHARS), _shortened(trace, MAX_TRACEBACK_CHARS)
         retry = isinstance(error, StageError) and error.retry
         over = error.overshoot_bytes if isinstance(error, BudgetOvershootError) else 0

@@ -193,3 +193,15 @@ def test_command_line_mistakes(site: Site, arguments: tuple[str, ...], code: int
     ran = site.run(*arguments)
     assert ran.code == code, ran.stderr
     assert "Traceback" not in ran.stderr
+
+
+@pytest.mark.parametrize("name", ["run.json", "state.json"])
+def test_a_runtime_directory_that_cannot_be_written_is_the_configs_fault(tmp_path: Path, name: str) -> None:
+    site = Site(tmp_path)
+    site.write()
+    (tmp_path / "run" / "site" / name).mkdir(parents=True)
+    ran = site.run("up", str(site.config))
+    assert ran.code == 78
+    assert f"run/site/{name}: cannot be written: Is a directory; make room there" in ran.stderr
+    assert "Traceback" not in ran.stderr
+    assert [path.name for path in (tmp_path / "run" / "site").iterdir() if path.name.startswith(f".{name}")] == []

@@ -70,6 +70,12 @@ def test_reading_creates_nothing(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == []
 
 
+def test_the_devices_of_another_simulated_machine_are_others(directory: LockDirectory) -> None:
+    with hold_claims(directory, "c1", "omni", SHARE, machine="/mine"):
+        assert read_claims(directory, GPU) == read_claims(directory, GPU, "/yours") == ()
+        assert len(read_claims(directory, GPU, "/mine")) == 1
+
+
 def test_a_member_of_another_claim_is_not_counted(directory: LockDirectory) -> None:
     with hold_claims(directory, "c1", "omni", SHARE), contextlib.closing(publish_member(directory, GPU, "c2", 4242)):
         assert one_claim(directory).member_pids == frozenset()

@@ -532,7 +532,9 @@ def test_a_planted_lock_file_is_an_error(directory: LockDirectory, tmp_path: Pat
 
 
 def test_records_that_are_no_records_are_ignored(directory: LockDirectory) -> None:
-    for number, text in enumerate(["", "[]", "{}", "nonsense", '{"since_s": "x"}']):
+    good = {"device_uuid": GPU, "pid": 5, "owner": "x", "phase": "load", "mode": "shared", "since_s": 1.0}
+    hostile = [{**good, "owner": "\x1b[2J"}, {**good, "phase": "a\nb"}, {**good, "pid": 2**80}, {**good, "owner": 7}]
+    for number, text in enumerate(["", "[]", "{}", "nonsense", '{"since_s": "x"}', *map(json.dumps, hostile)]):
         path = directory.path / f"{GPU}.holder.1.{number}"
         path.write_text(text)
         with path.open() as file:

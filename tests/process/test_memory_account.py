@@ -194,7 +194,7 @@ def test_graphs_that_take_more_than_expected_cost_one_restart_and_teach_the_next
     site.stages[0]["options"] = {"surprise_mib": "200"}
     first, said = boot(site)
     assert said.count("is started once more in a fresh process, with") == 1
-    assert "BudgetOvershootError" not in said
+    assert "failed in capture: cannot keep the stage within its budget: " in said
     assert first["terms"]["graphs"]["bytes"] > first["graphs_estimate_bytes"] - first["terms"]["margin"]["bytes"]
     assert first["held_bytes"] <= first["terms"]["budget"]["bytes"]
     second, said = boot(site)

@@ -85,7 +85,7 @@ def claims_left(place: Path) -> list[str]:
 
 
 def test_what_a_booting_deployment_has_claimed_is_refused_to_others(first: Waiting, tmp_path: Path) -> None:
-    (claim,) = read_claims(tmp_path / "locks", simulated_uuid(0))
+    (claim,) = read_claims(tmp_path / "locks", simulated_uuid(0), str(tmp_path / "devices"))
     assert (claim.deployment, claim.pid) == ("first", first.process.pid)
     run = json.loads((first.site.directory / "run" / "first" / "run.json").read_text())
     assert [stage["claim_id"] for stage in run] == [claim.claim_id]
@@ -104,7 +104,8 @@ def test_what_a_booting_deployment_has_claimed_is_refused_to_others(first: Waiti
     assert (plan.code, refused.code) == (2, 2)
     for text in (plan.stderr, refused.stderr):
         assert f"(deployment first (supervisor pid {first.process.pid}) claims 630.40 MiB and holds" in text
-    assert not (second.directory / "run" / "second" / "state.json").exists()
+    state = json.loads((second.directory / "run" / "second" / "state.json").read_text())
+    assert (state["state"], state["exit_code"]) == ("ended", 2)
 
     timed_out = second.up("--wait-for-memory", "100ms")
     assert timed_out.code == 75, timed_out.stderr
@@ -117,7 +118,7 @@ def test_what_a_booting_deployment_has_claimed_is_refused_to_others(first: Waiti
     third = site_at(tmp_path, "third", 0.25)
     up = third.up("--detach", "--wait")
     assert up.code == 0, up.stderr
-    assert len(read_claims(tmp_path / "locks", simulated_uuid(0))) == 2
+    assert len(read_claims(tmp_path / "locks", simulated_uuid(0), str(tmp_path / "devices"))) == 2
     assert third.run("down", str(third.config)).code == 0
 
     # It comes into its own when the first is gone.
@@ -215,3 +216,22 @@ def test_a_killed_waiter_is_not_waited_for(tmp_path: Path) -> None:
         down = second.site.run("down", str(second.site.config))
         assert (down.code, "Traceback" in down.stderr) == (1, False)
         assert "died without cleaning up" in second.site.run("status", str(second.site.config)).stdout
+
+
+def test_a_deployment_that_waits_for_its_admission_is_seen_and_can_be_stopped(tmp_path: Path) -> None:
+    # Its budget is forecast, in which its engine hangs.
+    site = site_at(tmp_path, "only", 0.4, options={"fault": "import:hang"})
+    del site.stages[0]["utilization"]
+    site.stages[0]["budget"] = "auto"
+    going = Waiting(site)
+    with ExitStack() as stack:
+        stack.callback(going.process.kill)
+        going.until("working out the budget of alpha")
+        status = site.run("status", str(site.config))
+        assert f"only: waiting for its admission (supervisor pid {going.process.pid})" in status.stdout
+        second = site.run("up", str(site.config))
+        assert (second.code, f"supervisor pid {going.process.pid}" in second.stderr) == (75, True)
+        assert site.run("down", str(site.config)).code == 0
+        ran = going.end()
+    assert ran.code == 130
+    assert "stagelaunch: interrupted" in ran.stderr

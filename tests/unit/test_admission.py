@@ -155,7 +155,7 @@ def test_what_is_claimed_has_a_finding_of_its_own():
     assert free_check([found]) == []
     assert claim_check([found]) == [
         "device 0: needs 65 B (stage 0: 60 B, reserve 1 x 5 B), but of the 90 B free now 26 B is claimed by running "
-        "deployments (deployment talk (supervisor pid 9) claims 36 B and holds 10 B), short by 1 B; "
+        "deployments (deployment talk (supervisor pid 9) claims 36 B and holds 10 B), short by 1 B in all; "
         "stop one, or lower a budget or the reserve"
     ]
     assert claim_check([now(90, [Holder(5, 10)], [claim(9, 35, 5)])]) == []

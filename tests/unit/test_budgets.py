@@ -20,8 +20,10 @@ from stagelaunch.core.budgets import (
     plan_budgets,
 )
 from stagelaunch.core.config import Deployment
+from stagelaunch.core.errors import NoDeviceError
 from stagelaunch.core.ledger import KVLayout, Source, Term, shortage, smallest_budget
 from stagelaunch.core.need import StageNeed
+from stagelaunch.core.plan import make_plan, refusal
 from stagelaunch.core.units import GIB, MIB
 
 TALKER = KVLayout(num_layers=20, num_kv_heads=2, head_dim=128, dtype_bytes=2, block_size=16)
@@ -115,3 +117,10 @@ def test_an_auto_stage_nobody_could_forecast_is_said_with_the_reason() -> None:
 def test_a_context_is_what_the_simulated_machine_says_or_assumed(said: int, term: Term) -> None:
     assert context_term(said) == term
     assert context_term(None) == Term(ASSUMED_CONTEXT_BYTES, Source.ASSUMED)
+
+
+def test_an_auto_stage_on_a_device_that_is_not_there_is_missing_and_not_forgotten() -> None:
+    made = deployment({"budget": "auto"})
+    plan = make_plan(made, {1: GIB}, forecasts=Forecasts(context_term(None), {0: WITH_KV}))
+    assert isinstance(refusal(plan), NoDeviceError)
+    assert plan.missing == ("device 0: asked for by stage 0, but there is no such device; name one that is there (1)",)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -42,7 +43,7 @@ def test_another_plan_does_not(tmp_path, change):
     assert recall(tmp_path / "c", (other,)) == ((other,), ())
 
 
-@pytest.mark.parametrize("text", ["", "[]", '{"x": "7"}', '{"x": -7}', '{"x": true}', "\udcff"])
+@pytest.mark.parametrize("text", ["", "[]", '{"x": "7"}', '{"x": -7}', '{"x": true}', "\udcff", "[" * 100_000])
 def test_a_file_that_says_something_else_is_ignored_with_a_line(tmp_path, text):
     path = tmp_path / "c"
     path.write_text(text, errors="surrogateescape")
@@ -53,3 +54,9 @@ def test_a_file_that_says_something_else_is_ignored_with_a_line(tmp_path, text):
 
 def test_no_file_is_nothing_to_say(tmp_path):
     assert recall(tmp_path / "c", (RUN,)) == ((RUN,), ())
+
+
+def test_something_that_would_be_waited_for_is_ignored_as_well(tmp_path):
+    os.mkfifo(tmp_path / "c")
+    runs, (remark,) = recall(tmp_path / "c", (RUN,))
+    assert (runs, "it is not a file" in remark) == ((RUN,), True)

@@ -61,7 +61,7 @@ def test_every_byte_of_a_budget_has_its_column(deployment: Deployment) -> None:
 def test_a_stage_without_kv_and_the_rest_of_the_device(deployment: Deployment) -> None:
     text = render_explanation(planned(deployment))
     assert columns(text, "2 code2wav")["KV/token"] == "no KV"
-    assert "device 1: total 80.00 GiB = budgets 56.00 GiB + reserve 2 x 2.00 GiB + unplanned 20.00 GiB" in text
+    assert "device 1: total 80.00 GiB: budgets 56.00 GiB, reserve 2 x 2.00 GiB, unplanned 20.00 GiB" in text
     assert "context: assumed" in text
     assert "weights: forecast from the checkpoint" in text
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -173,3 +174,16 @@ def test_a_request_survives_json() -> None:
     spec = EngineSpec("x", Path("/m"), "auto", 4, 256, 64, 16, (4, 1), {"a": "b"})
     request = NeedRequest(3, LIGHT, spec, {"C": "d"})
     assert request_from_json(json.loads(json.dumps(request_to_json(request)))) == request
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"weights_bytes": -1}, {"graphs_bytes": 2.5}, {"layout": {"num_layers": 0}}, {"activations_bytes": 2**60}],
+)
+def test_impossible_needs_are_refused(change: dict[str, Any]) -> None:
+    layout = {"num_layers": 1, "num_kv_heads": 1, "head_dim": 1, "dtype_bytes": 1, "block_size": 1}
+    body = {"weights_bytes": 1, "activations_bytes": 1, "graphs_bytes": 1, "layout": layout}
+    assert need_from_json(body).layout is not None
+    changed = {**body, **change, "layout": {**layout, **change.get("layout", {})}}
+    with pytest.raises(ValueError, match="is no size"):
+        need_from_json(changed)

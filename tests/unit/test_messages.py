@@ -87,3 +87,7 @@ def test_every_exit_code_is_in_the_readme() -> None:
     readme = (Path(__file__).parents[2] / "README.md").read_text()
     for code in errors.ExitCode:
         assert f"| {int(code)} |" in readme
+
+
+def test_an_overshoot_reads_as_its_text() -> None:
+    assert str(errors.BudgetOvershootError("over by 5", 5)) == "over by 5"
