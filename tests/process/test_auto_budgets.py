@@ -37,11 +37,7 @@ def test_auto_stages_share_what_written_budgets_leave(tmp_path: Path) -> None:
         del stage["utilization"]
         stage |= {"budget": "auto", "kv_weight": weight}
     site = Site(tmp_path, stages)
-    planned = json.loads(site.run("plan", str(site.write()), "--json").stdout)
     ledgers = booted(site)
-    for name, ledger in ledgers.items():
-        forecast = next(stage["forecast"] for stage in planned["stages"] if stage["name"] == name)
-        assert forecast is None or ledger["num_blocks"] == forecast["num_blocks"]
     assert ledgers["alpha"]["terms"]["budget"]["source"] == "automatic budget"
     budgets = {name: ledger["terms"]["budget"]["bytes"] for name, ledger in ledgers.items()}
     assert budgets["gamma"] == int(0.4 * GIB)

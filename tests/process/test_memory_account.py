@@ -180,16 +180,6 @@ def test_a_measurement_disturbed_again_is_refused_with_the_reason(site: Site, di
     site.assert_nothing_left(ran, {0: 100 * MIB})
 
 
-def test_with_a_figure_of_its_own_a_stage_does_not_care_who_else_moves(
-    site: Site, disturbed: Path, plain: dict[str, Any]
-) -> None:
-    del site.stages[0]["options"]["hidden"]
-    disturbed.write_text(f"context {200 * MIB}\nprofile {100 * MIB}\n")
-    ledger, said = boot(site, 100 * MIB)
-    assert "once more" not in said
-    assert ledger["num_blocks"] == plain["num_blocks"]
-
-
 def test_graphs_that_take_more_than_expected_cost_one_restart_and_teach_the_next_boot(site: Site) -> None:
     site.stages[0]["options"] = {"surprise_mib": "200"}
     first, said = boot(site)
