@@ -14,6 +14,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+import pytest
 import yaml
 
 from stagelaunch.config_file import load_deployment
@@ -25,6 +26,13 @@ HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
 PID = re.compile(r"\(pid (\d+)\)")
 TIMEOUT_S = 90.0
+
+
+in_full_only = [
+    pytest.mark.soak,
+    pytest.mark.skipif(not os.environ.get("STAGELAUNCH_SOAK"), reason="in full runs only: set STAGELAUNCH_SOAK=1"),
+]
+"""Marks of a slow test of what a quicker one shows as well."""
 
 
 def light_stage(stage_id: int, name: str, device: int, **more: Any) -> dict[str, Any]:

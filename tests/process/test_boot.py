@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from deployments import Ran, Site, light_stage
+from deployments import Ran, Site, in_full_only, light_stage
 
 from stagelaunch.core.phases import BOOT_PHASES
 
@@ -102,7 +102,8 @@ def test_the_supervisor_never_imports_torch(ready: Site) -> None:
     assert "libtorch" not in maps
 
 
-def test_blocks_are_the_same_in_both_orders(site: Site) -> None:
+@pytest.mark.parametrize("_full", [pytest.param(None, marks=in_full_only)])
+def test_blocks_are_the_same_in_both_orders(site: Site, _full: None) -> None:
     found = []
     for order in ("overlap", "serial"):
         site.top["order"] = order

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from deployments import Ran, Site, light_stage
+from deployments import Ran, Site, in_full_only, light_stage
 
 from stagelaunch.core.inventory import SimulatedMachine
 from stagelaunch.core.ledger import Source
@@ -159,7 +159,7 @@ def disturbed(site: Site, tmp_path: Path) -> Path:
     return intruder
 
 
-@pytest.mark.parametrize("phase", ["context", "profile"])
+@pytest.mark.parametrize("phase", [pytest.param("context", marks=in_full_only), "profile"])
 def test_a_disturbed_measurement_is_repeated(site: Site, disturbed: Path, plain: dict[str, Any], phase: str) -> None:
     disturbed.write_text(f"{phase} {200 * MIB}\n")
     ledger, said = boot(site, 200 * MIB)
