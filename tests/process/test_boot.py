@@ -102,8 +102,8 @@ def test_the_supervisor_never_imports_torch(ready: Site) -> None:
     assert "libtorch" not in maps
 
 
-@pytest.mark.parametrize("_full", [pytest.param(None, marks=in_full_only)])
-def test_blocks_are_the_same_in_both_orders(site: Site, _full: None) -> None:
+@in_full_only
+def test_blocks_are_the_same_in_both_orders(site: Site) -> None:
     found = []
     for order in ("overlap", "serial"):
         site.top["order"] = order
