@@ -121,7 +121,7 @@ def device_verdicts(
 def _verdict(
     device: int, total_bytes: int | None, asking: Sequence[tuple[int, Budget]], reserve_bytes: int
 ) -> DeviceVerdict:
-    demands = tuple(DeviceDemand(stage, _budget_bytes(budget, total_bytes)) for stage, budget in asking)
+    demands = tuple(DeviceDemand(stage, budget_bytes(budget, total_bytes)) for stage, budget in asking)
     if total_bytes is None:
         return DeviceVerdict(device, None, demands, reserve_bytes, None, None)
     needed_bytes = sum((demand.budget_bytes or 0) + reserve_bytes for demand in demands)
@@ -129,7 +129,8 @@ def _verdict(
     return DeviceVerdict(device, total_bytes, demands, reserve_bytes, needed_bytes, shortfall_bytes)
 
 
-def _budget_bytes(budget: Budget, total_bytes: int | None) -> int | None:
+def budget_bytes(budget: Budget, total_bytes: int | None) -> int | None:
+    """A budget in bytes of a device with this total; None for a share of one that nobody knows."""
     if isinstance(budget, int):
         return budget
     return None if total_bytes is None else int(budget * total_bytes)

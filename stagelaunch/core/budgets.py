@@ -7,9 +7,10 @@ Called by ``core.plan``.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from stagelaunch.core.admission import budget_bytes
 from stagelaunch.core.config import Deployment, Stage
 from stagelaunch.core.ledger import Ledger, Source, Term, fill_ledger, smallest_budget
 from stagelaunch.core.need import StageNeed
@@ -96,9 +97,8 @@ def plan_budgets(deployment: Deployment, device_totals: Mapping[int, int], forec
 def _taken_bytes(deployment: Deployment, device: int, total_bytes: int) -> int:
     """Every reserve on a device, and the budgets that are written."""
     here = [stage for stage in deployment.stages if device in stage.devices]
-    demands: Iterable[float | int] = (stage.demand for stage in here if stage.demand is not None)
-    budgets = (demand if isinstance(demand, int) else int(demand * total_bytes) for demand in demands)
-    return sum(budgets) + len(here) * deployment.reserve_bytes
+    budgets = (budget_bytes(stage.demand, total_bytes) for stage in here if stage.demand is not None)
+    return sum(budget or 0 for budget in budgets) + len(here) * deployment.reserve_bytes
 
 
 def _auto_stage(stage: Stage, forecasts: Forecasts) -> AutoStage:

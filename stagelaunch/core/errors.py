@@ -185,14 +185,20 @@ class BudgetTooSmallError(StageError):
 
 
 class BudgetOvershootError(StageError):
-    """After capture the stage holds more than its budget and would eat its neighbour. Less KV cache would do."""
+    """After capture the stage holds more than its budget and would eat its neighbour.
 
-    retry = True
+    ``overshoot_bytes``: by how much less KV cache would do; 0 for a stage that has none to cut, so that no retry helps.
+    """
 
     def __init__(self, text: str, overshoot_bytes: int) -> None:
         self.overshoot_bytes = overshoot_bytes
         super().__init__(text)
         self.args = (text, overshoot_bytes)
+
+    @property
+    def retry(self) -> bool:  # type: ignore[override]
+        """Only with KV cache to cut."""
+        return self.overshoot_bytes > 0
 
 
 class DisturbedError(StageError):

@@ -182,7 +182,7 @@ class Boot:
             f"cannot capture batch size {size}: the device is out of memory; its graphs took "
             f"{format_size(sum(took))} so far and were expected to take {format_size(expected_bytes)} in all; raise "
             f"the budget or the reserve, or capture fewer graphs",
-            max(would_take - expected_bytes, VERIFY_BYTES),
+            0 if self._engine.kv_layout is None else max(would_take - expected_bytes, VERIFY_BYTES),
         )
 
     def _check_budget(self, ledger: Ledger) -> None:
@@ -194,5 +194,5 @@ class Boot:
                 f"than it was given ({figures(ledger)}; graphs were expected to take "
                 f"{format_size(ledger.graphs_estimate_bytes)}{held}); raise the budget by that much or capture fewer "
                 f"graphs",
-                over,
+                over if ledger.block_bytes else 0,
             )

@@ -4,7 +4,7 @@
 FIFO}`` it waits in ``read_weights`` until a byte can be read from the FIFO, so that tests can act while it boots.
 With ``hidden`` the driver tells this stage nothing about processes. ``intruder`` names a file of lines ``PHASE BYTES``:
 when its turn comes, somebody else holds so much of the device from that phase on. ``surprise_mib``: the smallest graph
-takes so much more than the trial captures let expect.
+takes so much more than the trial captures let expect. With ``no_kv`` the stage keeps no KV cache.
 """
 
 from __future__ import annotations
@@ -164,7 +164,7 @@ class LightEngine:
         # The first time is for the trial captures of the profile phase.
         if self._layouts == 2:
             self._maybe("size")
-        return self._layout
+        return None if "no_kv" in self._spec.options else self._layout
 
     def allocate_kv(self, num_blocks: int) -> None:
         self._kv_allocations += 1

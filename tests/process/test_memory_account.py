@@ -208,6 +208,16 @@ def test_a_stage_that_is_over_again_fails_with_the_figures_and_has_learnt(site: 
     assert ledger["held_bytes"] <= ledger["terms"]["budget"]["bytes"]
 
 
+def test_a_stage_without_kv_cache_that_is_over_is_not_tried_again(site: Site) -> None:
+    site.stages[0]["options"] = {"surprise_mib": "450", "no_kv": "yes"}
+    ran = site.up()
+    assert ran.code == 1
+    assert "stage alpha failed in phase capture" in ran.stderr
+    assert "more than it was given" in ran.stderr
+    assert "once more" not in ran.stderr
+    assert "less KV cache" not in ran.stderr
+
+
 def test_too_small_a_budget_says_what_would_do_before_any_kv_is_allocated(site: Site) -> None:
     site.stages[0] |= {"budget": "240MiB"}
     del site.stages[0]["utilization"]

@@ -91,3 +91,7 @@ def test_every_exit_code_is_in_the_readme() -> None:
 
 def test_an_overshoot_reads_as_its_text() -> None:
     assert str(errors.BudgetOvershootError("over by 5", 5)) == "over by 5"
+
+
+def test_an_overshoot_is_worth_a_retry_only_with_kv_cache_to_cut() -> None:
+    assert [errors.BudgetOvershootError("over", size).retry for size in (5, 0)] == [True, False]
