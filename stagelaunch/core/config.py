@@ -15,6 +15,7 @@ from pydantic_core import PydanticCustomError
 
 from stagelaunch.core.config_fields import (
     AT_LEAST_ONE,
+    Attempts,
     Budget,
     Count,
     Duration,
@@ -27,6 +28,7 @@ from stagelaunch.core.config_fields import (
     MachineDevices,
     Rate,
     Size,
+    SizeAboveZero,
     Slug,
     StageDevices,
     Text,
@@ -65,8 +67,14 @@ class Timeouts(BaseModel):
     """Longest time until every stage is ready."""
     lock_s: Duration = Field(default=300.0, alias="lock")
     """Longest wait for one device lock."""
+    heartbeat_s: Duration = Field(default=30.0, alias="heartbeat")
+    """Longest silence of a stage, booting or ready, before it counts as failed; it is asked three times as often."""
     stop_s: Duration = Field(default=15.0, alias="stop")
-    """Grace period between telling all stages to stop and killing them."""
+    """Grace period of a ready stage: between asking it to stop and killing it."""
+    stop_booting_s: Duration = Field(default=3.0, alias="stop_booting")
+    """Grace period of a stage that is still booting: between SIGTERM and SIGKILL; never longer than ``stop``."""
+    memory_s: Duration = Field(default=15.0, alias="memory")
+    """Longest wait, once all stages are gone, for their device memory to be back."""
     driver_s: Duration = Field(default=30.0, alias="driver")
     """Longest wait for what the driver says about the devices; it can hang."""
 
@@ -74,6 +82,32 @@ class Timeouts(BaseModel):
     def _bounds_nest(self) -> Timeouts:
         _refuse(between_timeouts(to_raw(self)))
         return self
+
+
+class Restarts(BaseModel):
+    """How often a deployment that was ready may be put right by starting again; used unless on_failure is stop-all."""
+
+    model_config = _MODEL
+
+    max_restarts: Attempts = Field(default=3, alias="max")
+    """Restarts allowed within ``within``, of a stage or of the whole; the failure after the last one stops all."""
+    within_s: Duration = Field(default=600.0, alias="within")
+    """A restart longer ago than this no longer counts."""
+    backoff_s: Duration = Field(default=1.0, alias="backoff")
+    """Pause before the first restart; each further one that counts doubles it."""
+    backoff_max_s: Duration = Field(default=60.0, alias="backoff_max")
+    """Longest pause before a restart."""
+
+
+class Logs(BaseModel):
+    """The log files of the stages."""
+
+    model_config = _MODEL
+
+    max_size_bytes: SizeAboveZero = Field(default=64 * MIB, alias="max_size")
+    """A stage's log that has grown beyond this is put aside as STAGE.log.1, and a new one begun."""
+    keep: Attempts = 3
+    """How many logs that were put aside are kept for each stage."""
 
 
 class Simulated(BaseModel):
@@ -180,6 +214,15 @@ class Deployment(BaseModel):
     """``overlap``: all stages boot together; ``serial``: stages that share a device boot one after another by id."""
     reserve_bytes: Size = Field(default=2 * GIB, alias="reserve")
     """Kept free for each stage on each of its devices, on top of its budget."""
+    on_failure: Literal["stop-all", "restart-stage", "restart-all"] = "stop-all"
+    """When a stage fails after the boot: stop all, start that stage again, or stop all and boot again. A failed boot
+    always stops all."""
+    restarts: Restarts = Field(default_factory=Restarts)
+    """How many restarts on_failure may make, and how soon after each other."""
+    memory_tolerance_bytes: Size = Field(default=64 * MIB, alias="memory_tolerance")
+    """How much less than before the boot may be free on a device after a stop before it is called missing."""
+    logs: Logs = Field(default_factory=Logs)
+    """Size and number of the log files."""
     timeouts: Timeouts = Field(default_factory=Timeouts)
     """Deadlines; phase < stage < boot and lock < stage."""
     lock_dir: Text = "/run/lock/stagelaunch"
@@ -226,7 +269,13 @@ class Deployment(BaseModel):
         raise KeyError(stage_id)
 
 
-SECTIONS: dict[str, type[BaseModel]] = {"timeouts": Timeouts, "simulated": Simulated, "stages": Stage}
+SECTIONS: dict[str, type[BaseModel]] = {
+    "timeouts": Timeouts,
+    "restarts": Restarts,
+    "logs": Logs,
+    "simulated": Simulated,
+    "stages": Stage,
+}
 
 
 def key_names(model: type[BaseModel]) -> tuple[str, ...]:

@@ -232,6 +232,7 @@ Rate = Annotated[float | None, PlainValidator(_rate), WithJsonSchema(_RATE_SCHEM
 Text = Annotated[StrictStr, AfterValidator(_text)]
 Slug = Annotated[StrictStr, AfterValidator(_slug), WithJsonSchema({"type": "string", "pattern": f"^{_SLUG.pattern}$"})]
 Count = Annotated[StrictInt, Field(ge=1, le=_INT_MAX)]
+Attempts = Annotated[StrictInt, Field(ge=0, le=1000)]
 Index = Annotated[StrictInt, Field(ge=0, le=_INT_MAX)]
 MachineIndex = Annotated[int, BeforeValidator(_machine_index)]
 EnvName = Annotated[StrictStr, AfterValidator(_env_name)]

@@ -115,12 +115,44 @@ class Probe:
 
 
 @dataclass(frozen=True)
+class Ping:
+    """Supervisor to worker: are you there? While it boots its control thread answers; once ready, its main loop."""
+
+    request_id: int
+
+
+@dataclass(frozen=True)
+class Pong:
+    """Answer to Ping."""
+
+    request_id: int
+
+
+@dataclass(frozen=True)
+class ReopenLog:
+    """Supervisor to worker: the log file was put aside; open it anew by its name."""
+
+
+@dataclass(frozen=True)
 class Stop:
     """Supervisor to worker: let go of the device and leave."""
 
 
 Message = (
-    PhaseBegan | LockWaits | LockTaken | PhaseEnded | Progress | LedgerKnown | Ready | Failed | Probed | Probe | Stop
+    PhaseBegan
+    | LockWaits
+    | LockTaken
+    | PhaseEnded
+    | Progress
+    | LedgerKnown
+    | Ready
+    | Failed
+    | Probed
+    | Probe
+    | Stop
+    | Ping
+    | Pong
+    | ReopenLog
 )
 
 _KINDS: dict[str, type[Any]] = {kind.__name__: kind for kind in Message.__args__}

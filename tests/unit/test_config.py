@@ -105,7 +105,10 @@ def test_defaults_are_the_documented_ones(tmp_path: Path) -> None:
         "stage_s": 600.0,
         "boot_s": 900.0,
         "lock_s": 300.0,
+        "heartbeat_s": 30.0,
         "stop_s": 15.0,
+        "stop_booting_s": 3.0,
+        "memory_s": 15.0,
         "driver_s": 30.0,
     }
     assert (deployment.lock_dir, deployment.runtime_dir) == ("/run/lock/stagelaunch", None)
@@ -453,7 +456,7 @@ def test_the_schema_describes_every_key_and_refuses_others() -> None:
     assert schema["$schema"] == "https://json-schema.org/draft/2020-12/schema"
     assert "$id" not in schema
     sections = [schema, *schema["$defs"].values()]
-    assert len(sections) == 4
+    assert len(sections) == 6
     for section in sections:
         assert section["additionalProperties"] is False
         assert section["description"]

@@ -33,6 +33,9 @@ MESSAGES: tuple[m.Message, ...] = (
     m.Probed(3, 0, False, float("inf"), (), 0.1, error="gone"),
     m.Probe(3),
     m.Stop(),
+    m.Ping(3),
+    m.Pong(3),
+    m.ReopenLog(),
 )
 
 
