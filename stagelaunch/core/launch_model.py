@@ -6,8 +6,11 @@ Plain data; what follows from what is decided in ``core.launch``, which is also 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
+
+from stagelaunch.core.descent import Descent, StopLadder
+from stagelaunch.core.restarts import RestartBudget
 
 
 class Order(StrEnum):
@@ -27,21 +30,6 @@ class OnFailure(StrEnum):
 
 
 @dataclass(frozen=True)
-class StopLadder:
-    """When the rungs of a stop are due, counted from its beginning and shared by all stages."""
-
-    term_after_s: float = 10.0
-    """TERM for a ready stage that was only asked; stages that were not ready get it at once."""
-    kill_after_s: float = 20.0
-    give_up_after_s: float = 30.0
-    """What survived KILL this long after it was due is abandoned, and named."""
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.term_after_s <= self.kill_after_s <= self.give_up_after_s:
-            raise ValueError(f"cannot use {self}: its times must not descend; order term, kill, give up")
-
-
-@dataclass(frozen=True)
 class LaunchPolicy:
     """What is fixed about a launch before it begins."""
 
@@ -50,8 +38,10 @@ class LaunchPolicy:
     max_running_groups: int | None
     """At most so many groups boot at a time; None for all of them."""
     on_failure: OnFailure
-    ladder: StopLadder = StopLadder()
+    ladder: StopLadder = field(default_factory=StopLadder)
     """Used by STOP only."""
+    restarts: RestartBudget | None = None
+    """How often a stage that fails once all were ready is started again by itself; None: never."""
 
     def __post_init__(self) -> None:
         stages = [stage for group in self.groups for stage in group]
@@ -71,6 +61,12 @@ class StageState(StrEnum):
     """It reported a failure; its process may still be there."""
     RETRYING = "retrying"
     """Its process is being ended, to be started once more."""
+    RESTARTING = "restarting"
+    """After the boot: its process is being ended, to be started again."""
+    COOLING = "cooling"
+    """It has ended and waits for the time of its restart."""
+    ADMITTING = "admitting"
+    """It is being looked whether it still fits on its device."""
     STOPPING = "stopping"
     ENDED = "ended"
     SKIPPED = "skipped"
@@ -146,6 +142,31 @@ class StageEnded:
 
 
 @dataclass(frozen=True)
+class RestartRequested:
+    """Somebody wants this stage to be stopped in good order and started again. Not counted, without a pause."""
+
+    stage_id: int
+    at_s: float
+
+
+@dataclass(frozen=True)
+class StageAdmitted:
+    """Answer to AdmitStage: it fits."""
+
+    stage_id: int
+    at_s: float
+
+
+@dataclass(frozen=True)
+class StageRefused:
+    """Answer to AdmitStage: it does not."""
+
+    stage_id: int
+    failure: Failure
+    at_s: float
+
+
+@dataclass(frozen=True)
 class StopRequested:
     """Somebody wants an orderly stop; a second request means now."""
 
@@ -168,7 +189,7 @@ class TimePassed:
     at_s: float
 
 
-StageEvent = StageReady | StageFailed | StageNeedsRetry | StageEnded
+StageEvent = StageReady | StageFailed | StageNeedsRetry | StageEnded | RestartRequested | StageAdmitted | StageRefused
 Event = Begin | StageEvent | StopRequested | DeadlineExpired | TimePassed
 
 
@@ -178,6 +199,13 @@ Event = Begin | StageEvent | StopRequested | DeadlineExpired | TimePassed
 @dataclass(frozen=True)
 class StartStage:
     """Start it; report StageReady, StageFailed or StageEnded."""
+
+    stage_id: int
+
+
+@dataclass(frozen=True)
+class AdmitStage:
+    """Look whether the stage still fits beside the others; report StageAdmitted or StageRefused."""
 
     stage_id: int
 
@@ -234,7 +262,7 @@ class Finished:
     result: LaunchResult
 
 
-Command = StartStage | AskStage | TerminateStage | KillStage | WakeAt | Finished
+Command = StartStage | AdmitStage | AskStage | TerminateStage | KillStage | WakeAt | Finished
 Commands = tuple[Command, ...]
 
 
@@ -250,12 +278,16 @@ class LaunchState:
     stop_reason: object | None = None
     stop_requests: int = 0
     was_ready: bool = False
+    begun: frozenset[int] = frozenset()
+    """Stages that were started at least once."""
     retried: frozenset[int] = frozenset()
-    """Stages that have had their second chance."""
-    stop_began_at_s: float | None = None
-    asked: frozenset[int] = frozenset()
-    """Stages that were asked to stop and have had no TERM yet."""
-    killed_at_s: float | None = None
+    """Stages that have had the second chance of their present boot."""
+    restarts: Mapping[int, tuple[float, ...]] = field(default_factory=dict)
+    """When each stage was granted a restart after a failure."""
+    restart_at_s: Mapping[int, float] = field(default_factory=dict)
+    """Of stages that are to be started again: when."""
+    descents: Mapping[int, Descent] = field(default_factory=dict)
+    """Of stages whose process is to end: how far down the ladder."""
     wake_at_s: float | None = None
 
     @property
@@ -267,6 +299,13 @@ class LaunchState:
         """Whether a failure of the stage now may be answered by starting it once more."""
         booting = self.mode is Mode.RUNNING and self.stages.get(stage_id) is StageState.STARTING
         return booting and stage_id not in self.retried
+
+    def restart_at(self, stage_id: int, now_s: float) -> float | None:
+        """When the stage is started again if it fails now; None when its failure stops all."""
+        budget = self.policy.restarts
+        if budget is None or self.mode is not Mode.RUNNING or not self.was_ready:
+            return None
+        return budget.next_at_s(self.restarts.get(stage_id, ()), now_s)
 
     @property
     def is_finished(self) -> bool:

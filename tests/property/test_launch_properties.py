@@ -1,12 +1,11 @@
 """The promises of `core.launch` over event sequences: any order, any interleaving, duplicates and late events."""
 
-from collections import Counter
-
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stagelaunch.core.launch import (
     OVER,
+    AdmitStage,
     AskStage,
     Begin,
     DeadlineExpired,
@@ -18,10 +17,13 @@ from stagelaunch.core.launch import (
     Mode,
     OnFailure,
     Order,
+    RestartRequested,
+    StageAdmitted,
     StageEnded,
     StageFailed,
     StageNeedsRetry,
     StageReady,
+    StageRefused,
     StageState,
     StartStage,
     StopLadder,
@@ -32,28 +34,22 @@ from stagelaunch.core.launch import (
     initial_state,
     step,
 )
+from stagelaunch.core.restarts import RestartBudget
 
 STAGES = range(6)
+_S = StageState
 ORDER_OF_STATES = {
-    StageState.PENDING: {StageState.STARTING, StageState.SKIPPED},
-    StageState.STARTING: {
-        StageState.READY,
-        StageState.FAILED,
-        StageState.ENDED,
-        StageState.STOPPING,
-        StageState.RETRYING,
-    },
-    StageState.RETRYING: {
-        StageState.PENDING,
-        StageState.STARTING,
-        StageState.FAILED,
-        StageState.ENDED,
-        StageState.STOPPING,
-    },
-    StageState.READY: {StageState.FAILED, StageState.ENDED, StageState.STOPPING},
-    StageState.FAILED: {StageState.ENDED, StageState.STOPPING},
-    StageState.STOPPING: {StageState.ENDED, StageState.ABANDONED},
+    _S.PENDING: {_S.STARTING, _S.SKIPPED, _S.ENDED},
+    _S.STARTING: {_S.READY, _S.FAILED, _S.ENDED, _S.STOPPING, _S.RETRYING, _S.RESTARTING, _S.COOLING},
+    _S.RETRYING: {_S.PENDING, _S.STARTING, _S.FAILED, _S.ENDED, _S.STOPPING, _S.ABANDONED},
+    _S.READY: {_S.FAILED, _S.ENDED, _S.STOPPING, _S.RESTARTING, _S.COOLING},
+    _S.RESTARTING: {_S.COOLING, _S.STOPPING, _S.ABANDONED},
+    _S.COOLING: {_S.ADMITTING, _S.ENDED},
+    _S.ADMITTING: {_S.PENDING, _S.COOLING, _S.ENDED},
+    _S.FAILED: {_S.ENDED, _S.STOPPING},
+    _S.STOPPING: {_S.ENDED, _S.ABANDONED},
 }
+BUSY = {_S.STARTING, _S.RETRYING, _S.RESTARTING, _S.COOLING, _S.ADMITTING}
 
 
 @st.composite
@@ -61,18 +57,37 @@ def policies(draw):
     where = draw(st.lists(st.integers(0, 3), min_size=1, max_size=len(STAGES)))
     groups = tuple(tuple(s for s, group in enumerate(where) if group == g) for g in sorted(set(where)))
     times = sorted(draw(st.tuples(*[st.integers(0, 6)] * 3)))
+    restarts = st.builds(RestartBudget, st.integers(0, 3), st.just(20.0), st.integers(0, 2), st.just(3.0))
     return LaunchPolicy(
         groups,
         draw(st.sampled_from(Order)),
         draw(st.none() | st.integers(1, 3)),
-        draw(st.sampled_from(OnFailure)),
-        StopLadder(*times),
+        on_failure := draw(st.sampled_from(OnFailure)),
+        StopLadder(*times, draw(st.integers(0, 6))),
+        draw(st.none() | restarts) if on_failure is OnFailure.STOP else None,
     )
 
 
 ACTIONS = st.tuples(
     st.sampled_from(
-        ["ready", "ready", "ready", "failed", "retry", "retry", "ended", "ended badly", "stop", "deadline", "time"]
+        [
+            "ready",
+            "ready",
+            "ready",
+            "failed",
+            "retry",
+            "retry",
+            "ended",
+            "endedbadly",
+            "stop",
+            "deadline",
+            "time",
+            "restart",
+            "admitted",
+            "admitted",
+            "refused",
+            "time",
+        ]
     ),
     st.sampled_from(STAGES),
     st.sampled_from([0, 0, 0.5, 1, 3]),
@@ -85,8 +100,11 @@ def event_of(what, stage, at_s):
         "ready": StageReady(stage, at_s),
         "failed": StageFailed(stage, failure, at_s),
         "retry": StageNeedsRetry(stage, failure, at_s),
+        "restart": RestartRequested(stage, at_s),
+        "admitted": StageAdmitted(stage, at_s),
+        "refused": StageRefused(stage, failure, at_s),
         "ended": StageEnded(stage, None, at_s),
-        "ended badly": StageEnded(stage, failure, at_s),
+        "endedbadly": StageEnded(stage, failure, at_s),
         "stop": StopRequested(at_s, at_s),
         "deadline": DeadlineExpired(Failure(None, "boot deadline", at_s), at_s),
         "time": TimePassed(at_s),
@@ -137,34 +155,43 @@ class Watched:
         assert self.trouble == (self.state.mode in (Mode.STOPPING, Mode.FINISHED))
 
     def _check_starts(self, commands):
-        started = [command.stage_id for command in commands if isinstance(command, StartStage)]
+        started = [command.stage_id for command in commands if isinstance(command, StartStage | AdmitStage)]
         assert not (started and self.trouble), "nothing starts after the first failure"
+        budget = self.policy.restarts
+        for stage, granted in self.state.restarts.items():
+            recent = [at_s for at_s in granted if granted[-1] - at_s < budget.within_s]
+            assert len(recent) <= budget.max_restarts, "no more restarts than allowed"
+            assert self.state.was_ready, "a boot that fails is not restarted"
+            assert self.state.restart_at_s[stage] >= granted[-1]
         if self.state.mode is not Mode.RUNNING:
             return
         running = 0
         for group in self.policy.groups:
             states = [self.state.stages[stage] for stage in group]
             running += any(s is not StageState.PENDING for s in states) and set(states) != {StageState.READY}
-            if self.policy.order is Order.SERIAL:
+            if self.policy.order is Order.SERIAL and not self.state.was_ready:
                 assert states.count(StageState.STARTING) + states.count(StageState.RETRYING) <= 1
                 begun = [s is not StageState.PENDING for s in states]
                 assert begun == sorted(begun, reverse=True), "by id"
         limit = self.policy.max_running_groups
-        assert limit is None or running <= limit
-        # Progress: unless all is ready, something is starting.
-        assert self.state.is_ready or self.state.ids({StageState.STARTING, StageState.RETRYING})
+        assert limit is None or running <= limit or self.state.was_ready
+        # Progress: unless all is ready, something is starting, or about to be.
+        assert self.state.is_ready or self.state.ids(BUSY)
 
     def _check_ladder(self):
-        counts = Counter(command for command in self.commands if not isinstance(command, WakeAt))
-        for command, count in counts.items():
-            tries = 1 + (getattr(command, "stage_id", None) in self.state.retried)
-            assert count <= tries, "every command is given once, to each of at most two tries"
+        # Between two starts of a stage each rung is commanded once, and in order.
+        rungs = {}
+        for command in self.commands:
+            match command:
+                case StartStage(stage):
+                    assert rungs.get(stage) is None or rungs[stage] >= 0
+                    rungs[stage] = 0
+                case AskStage(stage) | TerminateStage(stage) | KillStage(stage):
+                    rung = (AskStage, TerminateStage, KillStage).index(type(command)) + 1
+                    assert rungs[stage] < rung, "down the ladder, and only for what was started"
+                    assert rung < 3 or rungs[stage] == 2, "TERM before KILL"
+                    rungs[stage] = rung
         assert sum(isinstance(command, Finished) for command in self.commands) == self.state.is_finished
-        for place, command in enumerate(self.commands):
-            if isinstance(command, KillStage):
-                assert TerminateStage(command.stage_id) in self.commands[:place], "TERM before KILL"
-            if isinstance(command, AskStage | TerminateStage):
-                assert StartStage(command.stage_id) in self.commands[:place]
         if self.policy.on_failure is OnFailure.DRAIN:
             assert not any(isinstance(c, TerminateStage | KillStage | WakeAt) for c in self.commands)
 
@@ -173,7 +200,7 @@ class Watched:
         self.send(StopRequested("the end", self.now_s))
         for stage in ending:
             self.send(StageEnded(stage, None, self.now_s))
-        for _ in range(4):
+        for _ in range(8):
             wakes = [command.at_s for command in self.commands if isinstance(command, WakeAt)]
             if self.state.is_finished or not wakes:
                 break

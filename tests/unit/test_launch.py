@@ -5,6 +5,7 @@ import pickle
 import pytest
 
 from stagelaunch.core.launch import (
+    AdmitStage,
     AskStage,
     Begin,
     DeadlineExpired,
@@ -15,10 +16,13 @@ from stagelaunch.core.launch import (
     LaunchPolicy,
     OnFailure,
     Order,
+    RestartRequested,
+    StageAdmitted,
     StageEnded,
     StageFailed,
     StageNeedsRetry,
     StageReady,
+    StageRefused,
     StageState,
     StartStage,
     StopLadder,
@@ -29,13 +33,14 @@ from stagelaunch.core.launch import (
     initial_state,
     step,
 )
+from stagelaunch.core.restarts import RestartBudget
 
 GROUPS = ((0,), (1, 2))
 LADDER = StopLadder(term_after_s=1, kill_after_s=2, give_up_after_s=3)
 
 
-def policy(order=Order.OVERLAP, on_failure=OnFailure.STOP, groups=GROUPS, at_most=None):
-    return LaunchPolicy(groups, order, at_most, on_failure, LADDER)
+def policy(order=Order.OVERLAP, on_failure=OnFailure.STOP, groups=GROUPS, at_most=None, restarts=None, ladder=LADDER):
+    return LaunchPolicy(groups, order, at_most, on_failure, ladder, restarts)
 
 
 def play(launch_policy, *events):
@@ -286,7 +291,7 @@ def retry(stage, at_s=0.0):
 
 def test_a_stage_that_needs_it_is_started_once_more_when_its_process_is_gone():
     state, heard = play(policy(), Begin(0), retry(1), StageEnded(1, None, 1), StageReady(1, 2))
-    assert heard[1:] == [[TerminateStage(1), KillStage(1)], [StartStage(1)], []]
+    assert heard[1:] == [[TerminateStage(1), KillStage(1), WakeAt(1)], [StartStage(1)], []]
     assert state.first_failure is None
     assert state.stages == {0: StageState.STARTING, 1: StageState.READY, 2: StageState.STARTING}
 
@@ -301,7 +306,7 @@ def test_the_second_time_it_is_a_failure():
 def test_in_serial_order_the_next_waits_for_the_second_try():
     events = [Begin(0), StageReady(0, 0), retry(1), StageEnded(1, None, 1), StageReady(1, 2)]
     _, heard = play(policy(Order.SERIAL), *events)
-    assert heard[2:] == [[TerminateStage(1), KillStage(1)], [StartStage(1)], [StartStage(2)]]
+    assert heard[2:] == [[TerminateStage(1), KillStage(1), WakeAt(1)], [StartStage(1)], [StartStage(2)]]
 
 
 def test_a_ready_stage_gets_no_second_try():
@@ -309,11 +314,12 @@ def test_a_ready_stage_gets_no_second_try():
     assert state.first_failure == oom(1)
 
 
-@pytest.mark.parametrize("trouble", [StageFailed(0, oom(0), 1), StopRequested("enough", 1)])
+@pytest.mark.parametrize("trouble", [StageFailed(0, oom(0), 0.5), StopRequested("enough", 0.5)])
 def test_nothing_is_started_again_once_the_launch_stops(trouble):
     state, heard = play(policy(), Begin(0), retry(1), trouble, StageEnded(1, None, 2))
-    assert TerminateStage(1) in heard[2]
-    assert heard[3] == []
+    assert TerminateStage(1) in heard[1]
+    assert TerminateStage(1) not in heard[2]
+    assert heard[3] == [WakeAt(2.5)]
     assert state.stages[1] is StageState.ENDED
 
 
@@ -323,3 +329,102 @@ def test_between_its_two_tries_a_stage_waits_for_its_turn_and_has_ended_if_that_
     _, heard = play(limited, *events)
     assert result_of(heard[-1]).skipped == (1,)
     assert result_of(heard[-1]).ended == (0,)
+
+
+def test_what_was_still_booting_has_the_shorter_grace():
+    ladder = StopLadder(term_after_s=8, kill_after_s=10, give_up_after_s=12, booting_kill_after_s=3)
+    _, heard = play(
+        policy(ladder=ladder), Begin(0), StageReady(0, 0), StopRequested("enough", 100), TimePassed(103),
+        TimePassed(105), TimePassed(108), TimePassed(110), TimePassed(112),
+    )  # fmt: skip
+    assert heard[2:4] == [
+        [AskStage(0), TerminateStage(1), TerminateStage(2), WakeAt(103)],
+        [KillStage(1), KillStage(2), WakeAt(105)],
+    ]
+    assert [TerminateStage(0), WakeAt(110)] in heard
+    assert [KillStage(0), WakeAt(112)] in heard
+    assert result_of(heard[-1]).abandoned == (0, 1, 2)
+
+
+RESTARTS = RestartBudget(max_restarts=2, within_s=100, backoff_s=1, backoff_max_s=60)
+HEALING = policy(restarts=RESTARTS)
+
+
+def test_a_stage_that_dies_after_the_boot_is_started_again_alone_after_its_pause_if_it_still_fits():
+    state, heard = play(
+        HEALING, *ALL_READY, StageEnded(1, oom(1, 10), 10), TimePassed(11), StageAdmitted(1, 11.5), StageReady(1, 12)
+    )
+    assert heard[4:] == [[WakeAt(11)], [AdmitStage(1)], [StartStage(1)], []]
+    assert state.is_ready
+    assert state.first_failure is None
+    assert state.restarts == {1: (10,)}
+
+
+def test_one_that_failed_and_is_still_there_is_sent_down_the_ladder_first():
+    _, heard = play(HEALING, *ALL_READY, StageFailed(1, oom(1, 10), 10), TimePassed(12), StageEnded(1, None, 12.5))
+    assert heard[4:] == [[TerminateStage(1), WakeAt(12)], [KillStage(1), WakeAt(13)], [AdmitStage(1)]]
+
+
+def test_the_pause_doubles_and_the_failure_after_the_last_restart_stops_all():
+    events = []
+    for at_s, pause_s in ((10, 1), (20, 2)):
+        events += [StageEnded(1, oom(1, at_s), at_s), TimePassed(at_s + pause_s), StageAdmitted(1, at_s + pause_s)]
+    state, heard = play(HEALING, *ALL_READY, *events, StageEnded(1, oom(1, 30), 30))
+    assert heard[4:-1] == [
+        [WakeAt(11)],
+        [AdmitStage(1)],
+        [StartStage(1)],
+        [WakeAt(22)],
+        [AdmitStage(1)],
+        [StartStage(1)],
+    ]
+    assert heard[-1] == [AskStage(0), AskStage(2), WakeAt(31)]
+    assert state.first_failure == oom(1, 30)
+
+
+def test_restarts_of_long_ago_do_not_count_and_each_stage_has_its_own():
+    events = [StageEnded(1, oom(1, 10), 10), TimePassed(11), StageAdmitted(1, 11), StageReady(1, 12)]
+    later = [StageEnded(1, oom(1, 200), 200), StageEnded(2, oom(2, 200), 200)]
+    _, heard = play(HEALING, *ALL_READY, *events, *later)
+    assert heard[-2] == [WakeAt(201)]
+    assert heard[-1] == []
+
+
+def test_a_restart_that_does_not_fit_counts_as_one_that_failed():
+    events = [StageEnded(1, oom(1, 10), 10), TimePassed(11), StageRefused(1, oom(1, 11), 11), TimePassed(13)]
+    state, heard = play(HEALING, *ALL_READY, *events, StageRefused(1, oom(1, 14), 14))
+    assert heard[6:8] == [[WakeAt(13)], [AdmitStage(1)]]
+    assert state.first_failure == oom(1, 14)
+    assert state.stages[1] is StageState.ENDED
+
+
+def test_a_boot_that_fails_is_not_restarted():
+    state, _ = play(HEALING, Begin(0), StageReady(0, 1), StageEnded(0, oom(0, 2), 2))
+    assert state.first_failure == oom(0, 2)
+
+
+def test_a_stage_to_be_restarted_that_survives_the_kill_stops_all_and_is_named():
+    events = [StageFailed(1, oom(1, 10), 10), TimePassed(12), TimePassed(13)]
+    state, heard = play(HEALING, *ALL_READY, *events, StageEnded(0, None, 14), StageEnded(2, None, 14))
+    assert heard[-3] == [AskStage(0), AskStage(2), WakeAt(14)]
+    assert state.first_failure == Failure(1, "its process survived SIGKILL", 13)
+    assert result_of(heard[-1]).abandoned == (1,)
+
+
+def test_a_restart_that_is_asked_for_is_orderly_at_once_and_not_counted():
+    events = [RestartRequested(1, 10), StageEnded(1, None, 10.5), StageAdmitted(1, 10.6), StageReady(1, 12)]
+    state, heard = play(policy(), *ALL_READY, *events)
+    assert heard[4:] == [[AskStage(1), WakeAt(11)], [AdmitStage(1)], [StartStage(1)], []]
+    assert state.restarts == {}
+
+
+@pytest.mark.parametrize("trouble", [StopRequested("enough", 10.5), StageEnded(0, oom(0, 10.5), 10.5)])
+def test_a_stop_ends_a_restart_wherever_it_is(trouble):
+    stopping = policy()
+    for done in range(4):
+        events = [RestartRequested(1, 10), StageEnded(1, None, 10.2), StageAdmitted(1, 10.3)][:done]
+        state, heard = play(stopping, *ALL_READY, *events, trouble)
+        assert not any(isinstance(command, StartStage | AdmitStage) for command in heard[-1])
+        ended = state.stages[1] is StageState.ENDED
+        assert ended == (done == 2)
+        assert (TerminateStage(1) in heard[-1]) == (done == 3)
