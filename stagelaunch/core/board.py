@@ -33,7 +33,17 @@ class Timeouts:
     stage_s: float
     boot_s: float
     lock_s: float
-    stop_s: float
+    heartbeat_s: float
+    """Longest silence; a stage is asked three times as often whether it is there."""
+
+
+@dataclass(frozen=True)
+class Due:
+    """When a stage is late next, what kind of failure that is, and what to say then."""
+
+    at_s: float
+    kind: str
+    text: str
 
 
 @dataclass(frozen=True)
@@ -53,12 +63,19 @@ class StageView:
     ledger: Ledger | None = None
     ledger_is_final: bool = False
     ready_at_s: float | None = None
+    heard_at_s: float = 0.0
+    """When anything was last heard of it."""
     spans: tuple[PhaseSpan, ...] = ()
 
 
 def spawned(stage_id: int, name: str, at_s: float) -> StageView:
     """A stage whose process was just started."""
-    return StageView(stage_id, name, Phase.SPAWN, at_s, at_s)
+    return StageView(stage_id, name, Phase.SPAWN, at_s, at_s, heard_at_s=at_s)
+
+
+def heard(view: StageView, at_s: float) -> StageView:
+    """The stage gave a sign of life."""
+    return replace(view, heard_at_s=at_s)
 
 
 def apply(view: StageView, message: m.Message) -> StageView:
@@ -103,27 +120,42 @@ def stopping(view: StageView, at_s: float) -> StageView:
     return replace(view, phase=Phase.STOP, phase_began_s=at_s, progress=None, lock_wait_since_s=None, lock_holders=())
 
 
-def next_deadline(view: StageView, timeouts: Timeouts) -> tuple[float, str] | None:
-    """When the booting stage is late next, and what to say then; None once it is ready or stopping.
+def next_deadline(view: StageView, timeouts: Timeouts) -> Due | None:
+    """When the stage is late next; None once it is told to stop. A ready stage can only fall silent.
 
     The phase deadline counts work only: while the stage waits for a lock, the lock deadline counts instead.
     """
-    if view.phase in (Phase.READY, Phase.STOP):
-        return None
-    stage = (
-        view.spawned_s + timeouts.stage_s,
-        f"not ready after {timeouts.stage_s:g}s (stage deadline); raise timeouts.stage if it only needs longer",
-    )
+    match view.phase:
+        case Phase.STOP:
+            return None
+        case Phase.READY:
+            return _silence(view, timeouts)
+        case Phase.SPAWN | Phase.IMPORT:
+            # An import holds the interpreter, so that nothing in the process can answer.
+            dues = [_stage_deadline(view, timeouts), _inner_deadline(view, timeouts)]
+        case _:
+            dues = [_stage_deadline(view, timeouts), _inner_deadline(view, timeouts), _silence(view, timeouts)]
+    return min(dues, key=lambda due: due.at_s)
+
+
+def _silence(view: StageView, timeouts: Timeouts) -> Due:
+    limit_s = timeouts.heartbeat_s
+    text = f"did not answer for {limit_s:g}s (heartbeat); raise timeouts.heartbeat if it only needs longer"
+    return Due(view.heard_at_s + limit_s, "heartbeat", text)
+
+
+def _stage_deadline(view: StageView, timeouts: Timeouts) -> Due:
+    text = f"not ready after {timeouts.stage_s:g}s (stage deadline); raise timeouts.stage if it only needs longer"
+    return Due(view.spawned_s + timeouts.stage_s, "deadline", text)
+
+
+def _inner_deadline(view: StageView, timeouts: Timeouts) -> Due:
     if view.lock_wait_since_s is not None:
         holders = "; ".join(view.lock_holders) or "nobody on record"
-        inner = (
-            view.lock_wait_since_s + timeouts.lock_s + LOCK_SLACK_S,
-            f"waited for the device lock longer than {timeouts.lock_s:g}s (lock deadline); held by {holders}",
-        )
-    else:
-        inner = (
-            view.phase_began_s + view.waited_s + timeouts.phase_s,
-            f"phase {view.phase} took longer than {timeouts.phase_s:g}s (phase deadline); "
-            f"raise timeouts.phase if it only needs longer",
-        )
-    return min(stage, inner)
+        text = f"waited for the device lock longer than {timeouts.lock_s:g}s (lock deadline); held by {holders}"
+        return Due(view.lock_wait_since_s + timeouts.lock_s + LOCK_SLACK_S, "deadline", text)
+    text = (
+        f"phase {view.phase} took longer than {timeouts.phase_s:g}s (phase deadline); "
+        f"raise timeouts.phase if it only needs longer"
+    )
+    return Due(view.phase_began_s + view.waited_s + timeouts.phase_s, "deadline", text)

@@ -17,13 +17,19 @@ class StageFailure:
     stage: str | None
     phase: Phase | None
     error: str
-    """Short kind: an exception's class name, ``exit``, ``signal``, ``deadline``."""
+    """Short kind: an exception's class name, ``exit``, ``signal``, ``deadline``, ``heartbeat``, ``device``."""
     text: str
     elapsed_s: float
     """Since the stage was spawned."""
     exit_code: ExitCode = ExitCode.STAGE_FAILED
     """What the deployment exits with when this failure is the first."""
     pid: int | None = None
+    rank: int = 0
+    """Of the process within its stage."""
+    exit_status: int | None = None
+    """What the process exited with, where that is how it failed."""
+    signal: str | None = None
+    """Name of the signal that killed it, where that is how it failed."""
     traceback: str = ""
     log_path: str = ""
     log_tail: tuple[str, ...] = ()
@@ -76,6 +82,9 @@ def to_json(failure: StageFailure) -> dict[str, Any]:
         "elapsed_s": failure.elapsed_s,
         "exit_code": int(failure.exit_code),
         "pid": failure.pid,
+        "rank": failure.rank,
+        "exit_status": failure.exit_status,
+        "signal": failure.signal,
         "traceback": failure.traceback,
         "log_path": failure.log_path,
         "log_tail": list(failure.log_tail),

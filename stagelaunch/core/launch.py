@@ -45,6 +45,7 @@ from stagelaunch.core.launch_model import (
     TimePassed,
     WakeAt,
 )
+from stagelaunch.core.restarts import RestartBudget
 
 __all__ = [
     "OVER",
@@ -82,6 +83,7 @@ __all__ = [
     "WakeAt",
     "initial_state",
     "step",
+    "with_rules",
 ]
 
 
@@ -101,6 +103,11 @@ class IllegalEventError(StagelaunchError):
 def initial_state(policy: LaunchPolicy) -> LaunchState:
     """A launch that waits for `Begin`."""
     return LaunchState(policy, {stage: StageState.PENDING for group in policy.groups for stage in group})
+
+
+def with_rules(state: LaunchState, ladder: StopLadder, restarts: RestartBudget | None) -> LaunchState:
+    """The same launch under another ladder and another budget; what is under way goes on under them."""
+    return replace(state, policy=replace(state.policy, ladder=ladder, restarts=restarts))
 
 
 def step(state: LaunchState, event: Event) -> tuple[LaunchState, Commands]:

@@ -8,10 +8,7 @@ from dataclasses import dataclass
 from stagelaunch.core.errors import ExitCode
 from stagelaunch.core.failure import StageFailure
 from stagelaunch.core.inventory import DeviceInfo
-from stagelaunch.core.units import MIB, format_size
-
-TOLERANCE_BYTES = 64 * MIB
-"""How much less may be free after a stop before it is called missing: drivers keep small caches of their own."""
+from stagelaunch.core.units import format_size
 
 
 @dataclass(frozen=True)
@@ -24,6 +21,8 @@ class Outcome:
     interrupted: bool
     """Ctrl-C, as opposed to ``down`` or SIGTERM."""
     leftovers: tuple[str, ...]
+    asked_to_stop: bool = False
+    """By anybody, at any time: then nothing is started again."""
 
     @property
     def exit_code(self) -> ExitCode:
@@ -38,12 +37,16 @@ class Outcome:
 
 
 def memory_leftovers(
-    before: Mapping[int, DeviceInfo], after: Mapping[int, DeviceInfo], own_pids: Collection[int]
+    before: Mapping[int, DeviceInfo],
+    after: Mapping[int, DeviceInfo],
+    own_pids: Collection[int],
+    tolerance_bytes: int,
 ) -> tuple[str, ...]:
     """What of the deployment's device memory is not back, one text per device; empty when all of it is.
 
     A device of which a process of ours still holds memory is not back. Otherwise free memory decides, unless other
-    processes came, went or changed meanwhile: then the difference is theirs.
+    processes came, went or changed meanwhile: then the difference is theirs. ``tolerance_bytes`` may be missing:
+    drivers keep small caches of their own.
     """
     texts = []
     for index, old in sorted(before.items()):
@@ -56,6 +59,6 @@ def memory_leftovers(
         if ours:
             pids = ", ".join(str(process.pid) for process in ours)
             texts.append(f"device {index}: still held by pid {pids}")
-        elif missing > TOLERANCE_BYTES and set(old.processes) == set(new.processes):
+        elif missing > tolerance_bytes and set(old.processes) == set(new.processes):
             texts.append(f"device {index}: {format_size(missing)} less free than before the boot, held by nobody known")
     return tuple(texts)

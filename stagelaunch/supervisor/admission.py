@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import os
+import time
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
 from stagelaunch.config_file import LoadedDeployment
+from stagelaunch.core.admission import claim_check, device_verdicts, free_check, free_verdicts
 from stagelaunch.core.budgets import Forecasts
 from stagelaunch.core.claims import Claim, unattributed_bytes
 from stagelaunch.core.config import Deployment, Stage
 from stagelaunch.core.config_rules import ENGINE_QWEN3_OMNI
 from stagelaunch.core.engine_spec import spec_of
-from stagelaunch.core.errors import ConfigError, Fault
+from stagelaunch.core.errors import ConfigError, DoesNotFitNowError, Fault, NoDeviceError
 from stagelaunch.core.identity import same_devices
 from stagelaunch.core.inventory import DeviceInfo, SimulatedMachine, machine_name
 from stagelaunch.core.need import NO_NEEDS
@@ -24,7 +26,7 @@ from stagelaunch.core.run_spec import StageRun
 from stagelaunch.devices.query import query_devices
 from stagelaunch.supervisor.forecast import FORECAST_TIMEOUT_S, ask_needs, forecasts_of, need_requests
 from stagelaunch.supervisor.runtime import Runtime
-from stagelaunch.supervisor.waiting import Patience, with_patience
+from stagelaunch.supervisor.waiting import POLL_S, Patience, with_patience
 from stagelaunch.system.claims import Share, admission_mutex, hold_claims, new_claim_id, read_claims
 from stagelaunch.system.locks import LockDirectory
 from stagelaunch.weights.index import read_index
@@ -98,6 +100,44 @@ async def _admit_now(
         for stage in deployment.stages
     )
     return Admitted(deployment, devices, machine, runs)
+
+
+async def readmit(admitted: Admitted, stage_id: int, lock_dir: LockDirectory, wait_s: float) -> None:
+    """Returns when the stage, which is to be started again, fits beside what is held and what others have claimed.
+
+    Waits so long for its memory to be back. Raises DoesNotFitNowError, NoDeviceError, LockTimeoutError or
+    LockDirectoryError. The deployment's claim stands all the while.
+    """
+    deadline_s = time.monotonic() + wait_s
+    while True:
+        try:
+            async with admission_mutex(lock_dir, admitted.deployment.name, admitted.deployment.timeouts.lock_s):
+                return await _readmit_now(admitted, stage_id, lock_dir)
+        except DoesNotFitNowError:
+            if time.monotonic() >= deadline_s:
+                raise
+            await asyncio.sleep(POLL_S)
+
+
+async def _readmit_now(admitted: Admitted, stage_id: int, lock_dir: LockDirectory) -> None:
+    run = next(run for run in admitted.runs if run.stage_id == stage_id)
+    index, reserve_bytes = run.device_index, admitted.deployment.reserve_bytes
+    before = {index: admitted.devices[index]}
+    now = await devices_now(before, run.backend, admitted.machine, admitted.deployment.timeouts.driver_s)
+    if index not in now:
+        raise NoDeviceError((f"device {index}: cannot be read any more",))
+    info = now[index]
+    budget = run.budget_bytes if run.budget_bytes is not None else run.utilization
+    assert budget is not None
+    others = [
+        claim
+        for claim in read_claims(lock_dir, info.uuid, machine_name(admitted.machine))
+        if claim.claim_id != run.claim_id
+    ]
+    verdicts = device_verdicts({stage_id: ((index,), budget)}, {index: info.total_bytes}, reserve_bytes)
+    free = free_verdicts(verdicts, {index: info.free_bytes}, {index: device_holders(info)}, {index: others})
+    if findings := (*free_check(free), *claim_check(free)):
+        raise DoesNotFitNowError(findings)
 
 
 def _shares(plan: Plan, devices: Mapping[int, DeviceInfo], claims: Mapping[int, tuple[Claim, ...]]) -> dict[str, Share]:

@@ -5,6 +5,7 @@ RUNTIME/NAME/state.json    who it is, or how the last run ended
 RUNTIME/NAME/control.sock  where it answers
 RUNTIME/NAME/run.json      what its workers were told
 RUNTIME/NAME/corrections.json  what captures took beyond their estimate, for the next boot
+RUNTIME/NAME/error.json    why the last run failed, who failed first; not there when it did not
 RUNTIME/NAME/logs/STAGE.log   one per stage
     RUNTIME/NAME/supervisor.log   what a detached supervisor says
 """
@@ -24,6 +25,9 @@ from filelock import FileLock, Timeout
 
 from stagelaunch.core.errors import AlreadyRunningError, ConfigError, Fault
 from stagelaunch.system.process import boot_id, start_time
+
+_WAITS = {"admitting": "its admission", "waiting": "device memory", "restarting": "its restart"}
+"""States of a live supervisor that has no stage running."""
 
 
 def default_runtime_dir() -> Path:
@@ -85,6 +89,11 @@ class Runtime:
         return self.directory / "corrections.json"
 
     @property
+    def error(self) -> Path:
+        """The failure of the last run that had one, as JSON."""
+        return self.directory / "error.json"
+
+    @property
     def logs(self) -> Path:
         """One file per stage."""
         return self.directory / "logs"
@@ -141,7 +150,7 @@ class Runtime:
         """What a live supervisor waits for that has started nothing yet; None when there is none, or it has."""
         if self.live_pid() is None:
             return None
-        return {"admitting": "its admission", "waiting": "device memory"}.get(str(self.read_state().get("state")))
+        return _WAITS.get(str(self.read_state().get("state")))
 
     def live_pid(self) -> int | None:
         """The supervisor that runs now: recorded pid, start time and boot id must all be those of a live process."""

@@ -77,6 +77,10 @@ class StageProcess:
         self._signal(signal.SIGTERM)
         self._signal(signal.SIGCONT)
 
+    def dump_stacks(self) -> None:
+        """Ask for the stacks of all its threads, in its log. Only once it has said something: before, this kills it."""
+        self._signal(signal.SIGQUIT)
+
     def kill(self) -> None:
         """SIGKILL to the leader and to its whole process group."""
         self._signal(signal.SIGKILL)

@@ -1,7 +1,7 @@
 """The supervisor's loop: turns what processes do into events for ``core.launch`` and its commands into deeds.
 
-Decides nothing about order, failure or stopping. Single-threaded: everything runs on one asyncio loop, in the main
-thread, because a child's parent-death signal is tied to the thread that started it.
+Decides nothing about order, failure, restarts or stopping. Single-threaded: everything runs on one asyncio loop, in the
+main thread, because a child's parent-death signal is tied to the thread that started it.
 """
 
 from __future__ import annotations
@@ -9,48 +9,51 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, replace
 from signal import SIGKILL, SIGTERM
 from typing import Any
 
 from stagelaunch.core import board, launch
 from stagelaunch.core import messages as m
-from stagelaunch.core.board import StageView, Timeouts
-from stagelaunch.core.errors import ExitCode
-from stagelaunch.core.failure import StageFailure, exited
+from stagelaunch.core.board import Due, StageView, Timeouts
+from stagelaunch.core.errors import ExitCode, StagelaunchError
+from stagelaunch.core.failure import StageFailure
 from stagelaunch.core.launch import LaunchResult, LaunchState
 from stagelaunch.core.ledger import correction_bytes
 from stagelaunch.core.narrate import narrate
 from stagelaunch.core.phases import Phase
+from stagelaunch.core.restarts import RestartBudget
 from stagelaunch.core.run_spec import StageRun, runs_to_json
-from stagelaunch.core.units import format_size
+from stagelaunch.core.stop_plan import KILL_WAIT_S
+from stagelaunch.core.units import format_duration, format_size
 from stagelaunch.supervisor import corrections
 from stagelaunch.supervisor.runtime import Runtime, write_atomically
+from stagelaunch.supervisor.stage import Stage
 from stagelaunch.supervisor.stage_process import StageProcess
 from stagelaunch.system import log_file
 from stagelaunch.system.process import signal_name
 
 PROBE_TIMEOUT_S = 60.0
-KILL_WAIT_S = 10.0
-"""How long the kernel gets to remove what was killed."""
-LOG_TAIL_LINES = 20
+PINGS_PER_HEARTBEAT = 3
+STACKS_S = 0.3
+"""How long a stage that is late gets to write its stacks to its log before it is given up."""
 
 
-@dataclass
-class _Stage:
-    """What the supervisor holds for one stage."""
+@dataclass(frozen=True)
+class Hooks:
+    """Who is told what, and asked what, while stages run."""
 
-    run: StageRun
-    process: StageProcess | None = None
-    view: StageView | None = None
-    deadline: asyncio.TimerHandle | None = None
-    probes: dict[int, asyncio.Future[m.Probed]] = field(default_factory=dict)
-    told_failure: bool = False
-    log_begins: int = 0
-    """Where this run begins in the stage's log, which earlier runs have written to."""
-    past_pids: set[int] = field(default_factory=set)
-    """Its processes before the present one: it was started again."""
+    say: Callable[[str], None]
+    """One line for people."""
+    on_ready: Callable[[], None]
+    """Every stage is ready for the first time."""
+    on_failure: Callable[[StageFailure], None]
+    """The first failure: everything stops now."""
+    on_stopping: Callable[[], None]
+    """Everything stops now, for whatever reason."""
+    readmit: Callable[[int], Awaitable[None]]
+    """Returns when the stage, which is to be started again, fits; raises StagelaunchError when it does not."""
 
 
 class Supervisor:
@@ -62,18 +65,19 @@ class Supervisor:
         policy: launch.LaunchPolicy,
         timeouts: Timeouts,
         runtime: Runtime,
-        say: Callable[[str], None],
-        on_ready: Callable[[], None],
+        hooks: Hooks,
     ) -> None:
         self._loop = asyncio.get_running_loop()
-        self._stages = {run.stage_id: _Stage(run) for run in runs}
+        self._stages = {run.stage_id: Stage(run) for run in runs}
         self._timeouts = timeouts
         self._runtime = runtime
-        self._say = say
-        self._on_ready = on_ready
+        self._hooks = hooks
+        self._say = hooks.say
         self._state: LaunchState = launch.initial_state(policy)
         self._finished: asyncio.Future[LaunchResult] = self._loop.create_future()
         self._wake: asyncio.TimerHandle | None = None
+        self._heartbeat: asyncio.TimerHandle | None = None
+        self._admissions: set[asyncio.Task[None]] = set()
         self._request_ids = itertools.count(1)
         self.began_s = self._loop.time()
         self.ready_at_s: float | None = None
@@ -84,6 +88,7 @@ class Supervisor:
         boot_deadline = self._loop.call_at(self.began_s + self._timeouts.boot_s, self._boot_is_late)
         try:
             self._dispatch(launch.Begin(self._loop.time()))
+            self._beat()
             return await self._finished
         except BaseException:
             # Our bug, or a cancelled task: the launch cannot be trusted to stop what it started.
@@ -91,8 +96,12 @@ class Supervisor:
             raise
         finally:
             boot_deadline.cancel()
+            for timer in filter(None, (self._wake, self._heartbeat)):
+                timer.cancel()
+            for task in self._admissions:
+                task.cancel()
             for stage in self._stages.values():
-                self._cancel_deadline(stage)
+                stage.cancel_timers()
 
     def _on_bug(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         """An exception in one of our callbacks: the launch cannot be trusted any more, so nothing may survive it."""
@@ -112,12 +121,58 @@ class Supervisor:
                 for process in processes:
                     await process.ended.wait()
 
+    # What others may ask of it.
+
     def request_stop(self, reason: str, *, again: bool = True, now: bool = False) -> None:
         """Stop in good order; ``now``: kill at once. A repeated request means now, unless ``again`` is False."""
-        self._say(f"stopping: {reason}")
+        hurry = now or (again and self._state.stop_requests > 0)
+        self._say(f"stopping{' now' if hurry else ''}: {reason}")
         for _ in range(2 if now else 1):
             if again or now or self._state.stop_requests == 0:
                 self._dispatch(launch.StopRequested(reason, self._loop.time()))
+
+    def request_restart(self, name: str) -> str | None:
+        """Stop this stage in good order and start it again; why not, where that cannot be."""
+        stage_id = next((i for i, stage in self._stages.items() if stage.run.name == name), None)
+        if stage_id is None:
+            names = ", ".join(stage.run.name for stage in self._stages.values())
+            return f"there is no stage {name}; it has {names}"
+        state = self._state.stages[stage_id]
+        may = (launch.StageState.READY, launch.StageState.COOLING)
+        if self._state.mode is not launch.Mode.RUNNING or not self._state.was_ready or state not in may:
+            return f"stage {name} is {state}; only a stage that has booted can be restarted"
+        self._say_of(self._stages[stage_id], "is restarted: asked by `stagelaunch restart`")
+        self._dispatch(launch.RestartRequested(stage_id, self._loop.time()))
+        return None
+
+    def take_over(self, ladder: launch.StopLadder, restarts: RestartBudget | None, timeouts: Timeouts) -> None:
+        """Go on under other rules."""
+        self._state = launch.with_rules(self._state, ladder, restarts)
+        self._timeouts = timeouts
+        self._beat()
+        for stage in self._stages.values():
+            if stage.is_alive:
+                self._rearm(stage)
+
+    def device_failed(self, stage_ids: tuple[int, ...], text: str) -> None:
+        """The device of these stages is lost."""
+        for stage_id in stage_ids:
+            stage = self._stages[stage_id]
+            if stage.is_alive:
+                stage.told_failure = True
+                self._fail(stage, stage.failure("device", text, self._loop.time()))
+
+    def dump_stacks(self) -> None:
+        """Every stage writes the stacks of its threads to its log, and goes on."""
+        for stage in self._stages.values():
+            if stage.answers and stage.process is not None:
+                stage.process.dump_stacks()
+
+    def reopen_logs(self, names: tuple[str, ...] | None = None) -> None:
+        """The stages of these names (all of them) open their logs anew."""
+        for stage in self._stages.values():
+            if stage.is_alive and stage.process is not None and (names is None or stage.run.name in names):
+                stage.process.send(m.ReopenLog())
 
     @property
     def state(self) -> LaunchState:
@@ -131,6 +186,14 @@ class Supervisor:
     def pids(self) -> dict[int, int]:
         """The process of each stage that was started."""
         return {i: stage.process.pid for i, stage in self._stages.items() if stage.process is not None}
+
+    def live_pids(self) -> dict[str, int]:
+        """The processes that have not ended, by the name of their stage."""
+        return {
+            stage.run.name: stage.process.pid
+            for stage in self._stages.values()
+            if stage.process is not None and stage.is_alive
+        }
 
     def gone_pids(self) -> set[int]:
         """The processes that were started and are dead."""
@@ -150,24 +213,50 @@ class Supervisor:
         finally:
             del stage.probes[request_id]
 
+    # Events in, commands out.
+
     def _dispatch(self, event: launch.Event) -> None:
-        self._state, commands = launch.step(self._state, event)
+        before = self._state
+        self._state, commands = launch.step(before, event)
+        self._tell_changes(before)
         for command in commands:
             self._perform(command)
         if self._state.is_ready and self.ready_at_s is None:
             self.ready_at_s = self._loop.time()
-            self._on_ready()
+            self._hooks.on_ready()
+        elif self._state.is_ready and not before.is_ready:
+            self._say("every stage is ready again")
+
+    def _tell_changes(self, before: LaunchState) -> None:
+        for stage_id, granted in self._state.restarts.items():
+            if granted != before.restarts.get(stage_id, ()):
+                self._say_restart(self._stages[stage_id], len(granted))
+        first = self._state.first_failure
+        if first is not None and before.first_failure is None and isinstance(first.cause, StageFailure):
+            self._hooks.on_failure(first.cause)
+        if self._state.mode is launch.Mode.STOPPING and before.mode is not launch.Mode.STOPPING:
+            self._hooks.on_stopping()
+
+    def _say_restart(self, stage: Stage, number: int) -> None:
+        pause_s = self._state.restart_at_s[stage.run.stage_id] - self._loop.time()
+        assert self._state.policy.restarts is not None
+        allowed = self._state.policy.restarts
+        when = f"in {format_duration(max(pause_s, 0.0))}"
+        budget = f"{allowed.max_restarts} allowed within {format_duration(allowed.within_s)}"
+        self._say_of(stage, f"is started again {when} (restart {number}; {budget})")
 
     def _perform(self, command: launch.Command) -> None:
         match command:
             case launch.StartStage(stage_id):
                 self._start(self._stages[stage_id])
+            case launch.AdmitStage(stage_id):
+                self._admit(self._stages[stage_id])
             case launch.AskStage(stage_id):
                 self._enter_stop(stage_id, lambda process: process.send(m.Stop()))
             case launch.TerminateStage(stage_id):
                 self._enter_stop(stage_id, StageProcess.terminate)
             case launch.KillStage(stage_id):
-                if self._state.mode is launch.Mode.STOPPING:
+                if not self._is_retried(stage_id):
                     self._say_of(self._stages[stage_id], "is still there: killing it")
                 self._enter_stop(stage_id, StageProcess.kill)
             case launch.WakeAt(at_s):
@@ -175,14 +264,15 @@ class Supervisor:
                     self._wake.cancel()
                 self._wake = self._loop.call_at(at_s, self._time_passed)
             case launch.Finished(result):
-                if self._wake is not None:
-                    self._wake.cancel()
                 self._finished.set_result(result)
+
+    def _is_retried(self, stage_id: int) -> bool:
+        return self._state.stages[stage_id] is launch.StageState.RETRYING
 
     def _time_passed(self) -> None:
         self._dispatch(launch.TimePassed(self._loop.time()))
 
-    def _start(self, stage: _Stage) -> None:
+    def _start(self, stage: Stage) -> None:
         run = stage.run
         if stage.process is not None:
             stage.past_pids.add(stage.process.pid)
@@ -198,26 +288,45 @@ class Supervisor:
                 lambda code: self._on_exit(stage, code),
             )
         except OSError as error:
-            failure = self._failure(stage, type(error).__name__, f"cannot start its process: {error}")
-            self._loop.call_soon(
-                self._dispatch, launch.StageEnded(run.stage_id, self._as_first(stage, failure), self._loop.time())
-            )
+            failure = stage.failure(type(error).__name__, f"cannot start its process: {error}", self._loop.time())
+            self._loop.call_soon(self._ended, stage, failure)
             return
         self._say_of(stage, f"started on device {run.device_index}")
         self._rearm(stage)
 
-    def _on_message(self, stage: _Stage, message: m.Message) -> None:
+    def _admit(self, stage: Stage) -> None:
+        task = self._loop.create_task(self._readmit(stage))
+        self._admissions.add(task)
+        task.add_done_callback(self._admissions.discard)
+
+    async def _readmit(self, stage: Stage) -> None:
+        stage_id = stage.run.stage_id
+        try:
+            await self._hooks.readmit(stage_id)
+        except StagelaunchError as error:
+            failure = stage.failure("admission", f"cannot be started again: {error}", self._loop.time())
+            self._say_of(stage, f"FAILED in its restart: {failure.summary}")
+            self._dispatch(launch.StageRefused(stage_id, self._as_first(stage, failure), self._loop.time()))
+        except Exception as error:
+            self._on_bug(self._loop, {"exception": error, "message": "readmission"})
+        else:
+            self._dispatch(launch.StageAdmitted(stage_id, self._loop.time()))
+
+    # What stages say and do.
+
+    def _on_message(self, stage: Stage, message: m.Message) -> None:
         try:
             self._take(stage, message)
         except launch.IllegalEventError:
             raise
         except Exception as error:
             text = f"its process reported what makes no sense ({message!r}): {error!r}"[:1000]
-            self._fail(stage, self._failure(stage, "protocol", text))
+            self._fail(stage, stage.failure("protocol", text, self._loop.time()))
 
-    def _take(self, stage: _Stage, message: m.Message) -> None:
+    def _take(self, stage: Stage, message: m.Message) -> None:
         assert stage.view is not None
-        stage_id, before = stage.run.stage_id, stage.view
+        stage_id = stage.run.stage_id
+        before = stage.view = board.heard(stage.view, self._loop.time())
         match message:
             case m.Probed(request_id) if request_id in stage.probes:
                 stage.probes[request_id].set_result(message)
@@ -231,12 +340,9 @@ class Supervisor:
         if isinstance(message, m.Ready):
             self._dispatch(launch.StageReady(stage_id, self._loop.time()))
 
-    def _on_failed(self, stage: _Stage, message: m.Failed) -> None:
+    def _on_failed(self, stage: Stage, message: m.Failed) -> None:
         stage.told_failure = True
-        failure = self._failure(
-            stage, message.error, message.text, phase=message.phase, traceback=message.traceback,
-            exit_code=ExitCode(message.exit_code),
-        )  # fmt: skip
+        failure = stage.reported(message, self._loop.time())
         learnt = self._learn(stage, message)
         if message.retry and learnt and self._state.may_retry(stage.run.stage_id):
             self._say_of(stage, f"failed in {message.phase}: {message.text}")
@@ -247,7 +353,7 @@ class Supervisor:
             return
         self._fail(stage, failure)
 
-    def _learn(self, stage: _Stage, message: m.Failed) -> bool:
+    def _learn(self, stage: Stage, message: m.Failed) -> bool:
         """Keep for the stage's next process, and for the next boot, what this one was over.
 
         False where its next process could not be told.
@@ -270,78 +376,77 @@ class Supervisor:
             return False
         return True
 
-    def _fail(self, stage: _Stage, failure: StageFailure) -> None:
+    def _fail(self, stage: Stage, failure: StageFailure) -> None:
         self._say_of(stage, f"FAILED in {failure.phase}: {failure.summary}")
-        self._cancel_deadline(stage)
+        stage.cancel_timers()
         now_s = self._loop.time()
         self._dispatch(launch.StageFailed(stage.run.stage_id, self._as_first(stage, failure), now_s))
 
-    def _as_first(self, stage: _Stage, failure: StageFailure) -> launch.Failure:
+    def _as_first(self, stage: Stage, failure: StageFailure) -> launch.Failure:
         return launch.Failure(stage.run.stage_id, failure, self._loop.time())
 
-    def _on_exit(self, stage: _Stage, code: int) -> None:
-        self._cancel_deadline(stage)
-        for answer in stage.probes.values():
-            if not answer.done():
-                answer.set_exception(ConnectionResetError(f"stage {stage.run.name} ended"))
-        signal = signal_name(-code) if code < 0 else None
+    def _on_exit(self, stage: Stage, code: int) -> None:
+        stage.drop_probes()
         assert stage.view is not None
         as_asked = stage.view.phase is Phase.STOP and -code in (0, SIGTERM, SIGKILL)
         failure = None
         if not stage.told_failure and not as_asked:
-            failure = self._as_first(stage, self._failure(stage, *exited(code, signal)))
-        self._say_of(stage, f"ended ({signal or f'exit code {code}'})")
-        self._dispatch(launch.StageEnded(stage.run.stage_id, failure, self._loop.time()))
+            failure = stage.death(code, self._loop.time())
+        stage.cancel_timers()
+        self._say_of(stage, f"ended ({signal_name(-code) if code < 0 else f'exit code {code}'})")
+        self._ended(stage, failure)
 
-    def _failure(
-        self,
-        stage: _Stage,
-        error: str,
-        text: str,
-        *,
-        phase: Phase | None = None,
-        traceback: str = "",
-        exit_code: ExitCode = ExitCode.STAGE_FAILED,
-    ) -> StageFailure:
-        assert stage.view is not None
-        return StageFailure(
-            stage=stage.run.name,
-            phase=phase or stage.view.phase,
-            error=error,
-            text=text,
-            elapsed_s=self._loop.time() - stage.view.spawned_s,
-            exit_code=exit_code,
-            pid=None if stage.process is None else stage.process.pid,
-            traceback=traceback,
-            log_path=str(stage.run.log_path),
-            log_tail=log_file.tail(stage.run.log_path, LOG_TAIL_LINES, stage.log_begins),
-        )
+    def _ended(self, stage: Stage, failure: StageFailure | None) -> None:
+        found = None if failure is None else self._as_first(stage, failure)
+        self._dispatch(launch.StageEnded(stage.run.stage_id, found, self._loop.time()))
 
     def _enter_stop(self, stage_id: int, how: Callable[[StageProcess], None]) -> None:
         stage = self._stages[stage_id]
-        self._cancel_deadline(stage)
+        stage.cancel_timers()
         if stage.view is not None and stage.view.phase is not Phase.STOP:
             stage.view = board.stopping(stage.view, self._loop.time())
         # None when its process could not be started: its end is on the way.
         if stage.process is not None:
             how(stage.process)
 
-    def _rearm(self, stage: _Stage) -> None:
+    # Deadlines.
+
+    def _beat(self) -> None:
+        """Ask every stage whether it is there; one that runs a probe has the probe's own deadline instead."""
+        if self._heartbeat is not None:
+            self._heartbeat.cancel()
+        now_s = self._loop.time()
+        for stage in self._stages.values():
+            if not stage.answers or stage.view is None or stage.process is None:
+                continue
+            if stage.probes:
+                stage.view = board.heard(stage.view, now_s)
+                self._rearm(stage)
+            else:
+                stage.process.send(m.Ping(next(self._request_ids)))
+        self._heartbeat = self._loop.call_later(self._timeouts.heartbeat_s / PINGS_PER_HEARTBEAT, self._beat)
+
+    def _rearm(self, stage: Stage) -> None:
         """Set the timer to the stage's next deadline; each message may move it."""
-        self._cancel_deadline(stage)
+        if stage.verdict is not None:
+            return
+        stage.cancel_timers()
         assert stage.view is not None
         due = board.next_deadline(stage.view, self._timeouts)
         if due is not None:
-            stage.deadline = self._loop.call_at(due[0], self._is_late, stage, due[1])
+            stage.deadline = self._loop.call_at(due.at_s, self._is_late, stage, due)
 
-    def _cancel_deadline(self, stage: _Stage) -> None:
-        if stage.deadline is not None:
-            stage.deadline.cancel()
-            stage.deadline = None
+    def _is_late(self, stage: Stage, due: Due) -> None:
+        """It has failed; before that is told, its stacks are asked for: they show where it hangs."""
+        wait_s = 0.0
+        if stage.answers and stage.process is not None:
+            stage.process.dump_stacks()
+            wait_s = STACKS_S
+        stage.verdict = (self._loop.call_later(wait_s, self._fail_late, stage, due), due)
 
-    def _is_late(self, stage: _Stage, text: str) -> None:
+    def _fail_late(self, stage: Stage, due: Due) -> None:
         stage.told_failure = True
-        self._fail(stage, self._failure(stage, "deadline", text))
+        self._fail(stage, stage.failure(due.kind, due.text, self._loop.time()))
 
     def _boot_is_late(self) -> None:
         if self._state.is_ready or self.ready_at_s is not None:
@@ -357,6 +462,6 @@ class Supervisor:
         now_s = self._loop.time()
         self._dispatch(launch.DeadlineExpired(launch.Failure(None, failure, now_s), now_s))
 
-    def _say_of(self, stage: _Stage, text: str) -> None:
+    def _say_of(self, stage: Stage, text: str) -> None:
         pid = "" if stage.process is None else f" (pid {stage.process.pid})"
         self._say(f"{stage.run.name}{pid}: {text}")

@@ -71,12 +71,12 @@ Supervisor._say_of = broken
     # Ctrl-C in the last moment in which asyncio's own handler is still there.
     130: """
 import os, signal
-from stagelaunch.supervisor.run import _Session
-listen = _Session._listen_to_signals
+from stagelaunch.supervisor.session import Session
+listen = Session._listen_to_signals
 def late(self):
     os.kill(os.getpid(), signal.SIGINT)
     listen(self)
-_Session._listen_to_signals = late
+Session._listen_to_signals = late
 """,
 }
 

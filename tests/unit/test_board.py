@@ -10,7 +10,7 @@ from stagelaunch.core.board import LOCK_SLACK_S, StageView, Timeouts
 from stagelaunch.core.narrate import narrate
 from stagelaunch.core.phases import LockMode, Phase
 
-LIMITS = Timeouts(phase_s=10, stage_s=30, boot_s=60, lock_s=20, stop_s=5)
+LIMITS = Timeouts(phase_s=10, stage_s=30, boot_s=60, lock_s=20, heartbeat_s=1000)
 
 
 def fold(*messages: m.Message) -> StageView:
@@ -39,7 +39,7 @@ def test_spans_tell_every_phase_and_its_lock_wait() -> None:
 def deadline(view: StageView) -> float:
     due = board.next_deadline(view, LIMITS)
     assert due is not None
-    return due[0]
+    return due.at_s
 
 
 def test_phase_deadline_counts_work_and_not_waiting() -> None:
@@ -55,8 +55,8 @@ def test_while_waiting_the_lock_deadline_counts_from_the_first_word_of_it() -> N
     view = board.apply(view, m.LockWaits(Phase.PROFILE, LockMode.EXCLUSIVE, ("pid 8",), 103.0))
     due = board.next_deadline(view, LIMITS)
     assert due is not None
-    assert due[0] == 101.0 + 20 + LOCK_SLACK_S
-    assert "held by pid 8" in due[1]
+    assert due.at_s == 101.0 + 20 + LOCK_SLACK_S
+    assert "held by pid 8" in due.text
 
 
 def test_stage_deadline_is_the_outer_bound() -> None:
@@ -65,7 +65,6 @@ def test_stage_deadline_is_the_outer_bound() -> None:
 
 def test_a_ready_or_stopping_stage_has_no_boot_deadline() -> None:
     ready = fold(m.PhaseBegan(Phase.CAPTURE, 101.0), m.Ready(102.0))
-    assert board.next_deadline(ready, LIMITS) is None
     assert board.next_deadline(board.stopping(ready, 103.0), LIMITS) is None
 
 
@@ -78,3 +77,14 @@ def test_each_transition_is_one_line_and_repeats_are_none() -> None:
     half = m.Progress(Phase.LOAD, 1, 2, "bytes", 101.0)
     assert narrate(after, after, half) == ()
     assert narrate(after, after, replace(half, done=2)) == ("load 100 % (2 B)",)
+
+
+def test_a_stage_that_computes_or_serves_must_answer_and_one_that_imports_cannot() -> None:
+    limits = replace(LIMITS, heartbeat_s=3)
+    view = board.heard(fold(m.PhaseBegan(Phase.IMPORT, 101.0)), 101.0)
+    assert board.next_deadline(view, limits) == board.next_deadline(view, LIMITS)
+    for message in (m.PhaseBegan(Phase.LOAD, 102.0), m.Ready(103.0)):
+        view = board.heard(board.apply(view, message), 102.5)
+        due = board.next_deadline(view, limits)
+        assert due is not None
+        assert (due.at_s, due.kind) == (105.5, "heartbeat")

@@ -9,9 +9,10 @@ import pytest
 from stagelaunch.core.errors import ExitCode
 from stagelaunch.core.failure import StageFailure, exited, render
 from stagelaunch.core.inventory import DeviceInfo, DeviceProcess
-from stagelaunch.core.outcome import TOLERANCE_BYTES, Outcome, memory_leftovers
+from stagelaunch.core.outcome import Outcome, memory_leftovers
 from stagelaunch.core.phases import Phase
 
+TOLERANCE_BYTES = 64 << 20
 FAILURE = StageFailure("talker", Phase.LOAD, "OSError", "cannot read x: gone\nsecond line", 1.5)
 GOOD = Outcome(None, (), was_ready=True, interrupted=False, leftovers=())
 
@@ -56,7 +57,7 @@ OURS = DeviceProcess(9, "ours", 1 << 20)
     ],
 )
 def test_memory_leftovers(before: dict[int, DeviceInfo], after: dict[int, DeviceInfo], left: int) -> None:
-    assert len(memory_leftovers(before, after, {9})) == left
+    assert len(memory_leftovers(before, after, {9}, TOLERANCE_BYTES)) == left
 
 
 def test_a_story_begins_with_the_culprit_and_ends_with_consequences() -> None:

@@ -1,0 +1,288 @@
+"""One run of one admitted deployment: its supervisor, control socket and signals, and what is looked at afterwards.
+
+Decides nothing about stages (``core.launch`` does). Used by ``supervisor.run``, which may make another one after it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import faulthandler
+import signal
+import time
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
+from typing import Any
+
+from stagelaunch.config_file import LoadedDeployment
+from stagelaunch.core import launch
+from stagelaunch.core.board import Timeouts
+from stagelaunch.core.config import Deployment
+from stagelaunch.core.errors import NoDeviceError
+from stagelaunch.core.failure import StageFailure
+from stagelaunch.core.groups import init_groups
+from stagelaunch.core.inventory import DeviceInfo
+from stagelaunch.core.outcome import Outcome
+from stagelaunch.core.restarts import RestartBudget
+from stagelaunch.core.stop_plan import StopPlan, stop_plan
+from stagelaunch.supervisor.admission import Admitted, devices_now, readmit
+from stagelaunch.supervisor.aftermath import memory_left, say_who_is_left
+from stagelaunch.supervisor.control import ControlServer, Handlers
+from stagelaunch.supervisor.endings import note_failure
+from stagelaunch.supervisor.runtime import Runtime
+from stagelaunch.supervisor.status import status_body
+from stagelaunch.supervisor.supervisor import Hooks, Supervisor
+from stagelaunch.system.locks import LockDirectory, sweep
+from stagelaunch.system.process import describe
+
+STATUS_DRIVER_S = 5.0
+"""How long `status` waits for the driver: less than its caller waits for `status`."""
+WATCH_DEVICES_S = 30.0
+"""How often the devices of a ready deployment are asked for; one that is lost twice in a row has failed."""
+
+
+@dataclass(frozen=True)
+class Listener:
+    """Who is told what, while a deployment runs."""
+
+    say: Callable[[str], None]
+    """One line for people."""
+    on_started: Callable[[], None]
+    """The control socket answers; stages are about to be spawned."""
+    on_ready: Callable[[dict[str, Any]], None]
+    """Every stage is ready; the status as of now."""
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """What the command line decides about a run."""
+
+    wait_for_memory_s: float | None = None
+    ci: bool = False
+    """A stop takes 4 s in all, whatever the config says."""
+
+
+class Session:
+    """One run. ``run`` is called once."""
+
+    def __init__(
+        self,
+        loaded: LoadedDeployment,
+        admitted: Admitted,
+        runtime: Runtime,
+        lock_dir: LockDirectory,
+        listener: Listener,
+        options: RunOptions,
+    ) -> None:
+        self.loaded = loaded
+        """The config, as it was reloaded last."""
+        self._deployment = admitted.deployment
+        self._admitted = admitted
+        self._runtime = runtime
+        self._lock_dir = lock_dir
+        self._listener = listener
+        self._say = listener.say
+        self._options = options
+        self._interrupted = False
+        self._tasks: set[asyncio.Task[None]] = set()
+        hooks = Hooks(self._say, self._on_ready, self._on_failure, self._on_stopping, self._readmit)
+        policy, timeouts = _policy(self._deployment, self._stop_plan), _timeouts(self._deployment)
+        self._supervisor = Supervisor(admitted.runs, policy, timeouts, runtime, hooks)
+
+    @property
+    def _stop_plan(self) -> StopPlan:
+        return stop_plan(self._deployment.timeouts, ci=self._options.ci)
+
+    async def run(self) -> Outcome:
+        """Boot and watch until every stage is over, then look for what is left."""
+        self._listen_to_signals()
+        # A Ctrl-C that came just before has only marked this task as cancelled: let it end here, with nothing started.
+        await asyncio.sleep(0)
+        server = ControlServer(self._runtime, self._handlers())
+        await server.start()
+        try:
+            self._listener.on_started()
+            result = await self._supervisor.run()
+            leftovers = await self._leftovers(result)
+        finally:
+            for task in self._tasks:
+                task.cancel()
+            self._sweep_locks()
+            await server.close()
+        return Outcome(
+            first=_story(result.first_failure),
+            consequences=tuple(story for f in result.consequences if (story := _story(f)) is not None),
+            was_ready=result.was_ready,
+            interrupted=self._interrupted,
+            asked_to_stop=result.stop_reason is not None,
+            leftovers=leftovers,
+        )
+
+    def _sweep_locks(self) -> None:
+        """A killed stage leaves its record beside the device lock; the lock itself went with it."""
+        gone = self._supervisor.gone_pids()
+        for info in self._admitted.devices.values():
+            sweep(self._lock_dir, info.uuid, gone)
+
+    def _handlers(self) -> Handlers:
+        return Handlers(
+            status=self._status,
+            down=lambda now: self._supervisor.request_stop("asked by `stagelaunch down`", again=False, now=now),
+            ready_stages=self._ready_stages,
+            probe=self._supervisor.probe,
+        )
+
+    # Signals.
+
+    def _listen_to_signals(self) -> None:
+        loop = asyncio.get_running_loop()
+        loop.add_signal_handler(signal.SIGTERM, self._supervisor.request_stop, "SIGTERM")
+        loop.add_signal_handler(signal.SIGINT, self._interrupt)
+        loop.add_signal_handler(signal.SIGQUIT, self._dump)
+        dump_threads_on_quit(chain=True)
+
+    def _interrupt(self) -> None:
+        self._interrupted = True
+        self._supervisor.request_stop("Ctrl-C")
+
+    def _dump(self) -> None:
+        """The threads are dumped already; add the tasks, the state of every stage, and the stacks of the stages."""
+        state = self._supervisor.state
+        self._say(f"SIGQUIT: {state.mode}, {len(asyncio.all_tasks())} tasks")
+        for task in asyncio.all_tasks():
+            self._say(f"  {task!r}")
+        for stage_id, view in self._supervisor.views().items():
+            where = "never started" if view is None else f"in phase {view.phase} since {_ago(view.phase_began_s)}"
+            self._say(f"  stage {self._deployment.stage(stage_id).name}: {state.stages[stage_id]}, {where}")
+        self._supervisor.dump_stacks()
+        self._say(f"  the stacks of the stages are in {self._runtime.logs}")
+
+    # What the supervisor tells and asks.
+
+    def _on_ready(self) -> None:
+        self._begin(self._announce_ready())
+        self._begin(self._watch_devices())
+
+    async def _announce_ready(self) -> None:
+        self._note_state("ready")
+        self._listener.on_ready(await self._status())
+
+    def _on_failure(self, failure: StageFailure) -> None:
+        # Also at the end, with what came of it; now, because the end may be long in coming.
+        note_failure(self._runtime, self._deployment.name, failure)
+
+    def _on_stopping(self) -> None:
+        self._note_state("stopping")
+        self._begin(say_who_is_left(self._supervisor.live_pids, self._devices_quickly, self._say))
+
+    async def _readmit(self, stage_id: int) -> None:
+        await readmit(self._admitted, stage_id, self._lock_dir, self._stop_plan.memory_s)
+
+    def _begin(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._done)
+
+    def _done(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._say(f"internal error, going on: {error!r}")
+
+    def _note_state(self, state: str) -> None:
+        """The stages are ready whether or not that can be written down."""
+        try:
+            self._runtime.write_state(state)
+        except OSError as error:
+            self._say(f"cannot record the state in {self._runtime.state}: {error.strerror}")
+
+    async def _status(self) -> dict[str, Any]:
+        now = await self._devices_quickly()
+        return status_body(self._deployment, self._supervisor, self._admitted.devices, now, time.monotonic())
+
+    def _ready_stages(self) -> dict[str, int]:
+        state = self._supervisor.state
+        ready = state.ids({launch.StageState.READY})
+        return {stage.name: stage.id for stage in self._deployment.stages if stage.id in ready}
+
+    # Devices.
+
+    async def _devices_quickly(self) -> dict[int, DeviceInfo]:
+        return await self._devices_now(min(STATUS_DRIVER_S, self._deployment.timeouts.driver_s))
+
+    async def _devices_now(self, timeout_s: float) -> dict[int, DeviceInfo]:
+        return await devices_now(self._admitted.devices, self._deployment.backend, self._admitted.machine, timeout_s)
+
+    async def _watch_devices(self) -> None:
+        """A device that is twice in a row not there, or does not answer, is lost, and so are its stages."""
+        missed: frozenset[int] = frozenset()
+        while True:
+            await asyncio.sleep(WATCH_DEVICES_S)
+            try:
+                now = await self._devices_now(self._deployment.timeouts.driver_s)
+            except NoDeviceError:
+                now = {}
+            absent = frozenset(self._admitted.devices) - frozenset(now)
+            for index in sorted(absent & missed):
+                on_it = tuple(stage.id for stage in self._deployment.stages if index in stage.device_indices)
+                self._supervisor.device_failed(on_it, f"device {index} is not there any more, or does not answer")
+            missed = absent
+
+    # The end.
+
+    async def _leftovers(self, result: launch.LaunchResult) -> tuple[str, ...]:
+        """Processes that survived KILL, and device memory that did not come back in time."""
+        pids = self._supervisor.pids()
+        stuck = tuple(
+            f"stage {self._deployment.stage(i).name}: {describe(pids[i])} survived SIGKILL" for i in result.abandoned
+        )
+        plan, driver_s = self._stop_plan, self._deployment.timeouts.driver_s
+        missing = await memory_left(
+            self._admitted.devices,
+            {*pids.values(), *self._supervisor.gone_pids()},
+            self._deployment.memory_tolerance_bytes,
+            plan.memory_s,
+            lambda: self._devices_now(min(driver_s, plan.memory_s) if self._options.ci else driver_s),
+            self._say,
+        )
+        return (*stuck, *missing)
+
+
+def dump_threads_on_quit(*, chain: bool) -> None:
+    """SIGQUIT writes the stacks of all threads to stderr, from C: also where a loop hangs that runs no handler.
+
+    ``chain``: then the handler runs that was there before.
+    """
+    faulthandler.register(signal.SIGQUIT, file=2, all_threads=True, chain=chain)
+
+
+def _ago(began_s: float) -> str:
+    return f"{time.monotonic() - began_s:.1f}s ago"
+
+
+def _policy(deployment: Deployment, stop: StopPlan) -> launch.LaunchPolicy:
+    return launch.LaunchPolicy(
+        groups=tuple(tuple(group) for group in init_groups(deployment.stage_devices)),
+        order=launch.Order(deployment.order),
+        max_running_groups=None,
+        on_failure=launch.OnFailure.STOP,
+        ladder=stop.ladder,
+        restarts=restart_budget(deployment) if deployment.on_failure == "restart-stage" else None,
+    )
+
+
+def restart_budget(deployment: Deployment) -> RestartBudget:
+    """How often a deployment, or a stage of it, may be started again."""
+    given = deployment.restarts
+    return RestartBudget(given.max_restarts, given.within_s, given.backoff_s, given.backoff_max_s)
+
+
+def _timeouts(deployment: Deployment) -> Timeouts:
+    limits = deployment.timeouts
+    return Timeouts(limits.phase_s, limits.stage_s, limits.boot_s, limits.lock_s, limits.heartbeat_s)
+
+
+def _story(found: launch.Failure | None) -> StageFailure | None:
+    if found is None:
+        return None
+    if isinstance(found.cause, StageFailure):
+        return found.cause
+    return StageFailure(None, None, "launch", str(found.cause), 0.0)

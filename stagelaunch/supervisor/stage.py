@@ -1,0 +1,108 @@
+"""What the supervisor holds for one stage: its process, what is known of it, its timers, and how a failure is told.
+
+Decides nothing. Used by ``supervisor.supervisor`` only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+
+from stagelaunch.core import messages as m
+from stagelaunch.core.board import Due, StageView
+from stagelaunch.core.errors import ExitCode
+from stagelaunch.core.failure import StageFailure, exited
+from stagelaunch.core.phases import Phase
+from stagelaunch.core.run_spec import StageRun
+from stagelaunch.supervisor.stage_process import StageProcess
+from stagelaunch.system import log_file
+from stagelaunch.system.process import signal_name
+
+LOG_TAIL_LINES = 20
+
+
+@dataclass
+class Stage:
+    """One stage of a running deployment, through all its processes."""
+
+    run: StageRun
+    process: StageProcess | None = None
+    view: StageView | None = None
+    deadline: asyncio.TimerHandle | None = None
+    verdict: tuple[asyncio.TimerHandle, Due] | None = None
+    """It is late; its stacks are being collected before that is told."""
+    probes: dict[int, asyncio.Future[m.Probed]] = field(default_factory=dict)
+    told_failure: bool = False
+    log_begins: int = 0
+    """Where this run begins in the stage's log, which earlier runs have written to."""
+    past_pids: set[int] = field(default_factory=set)
+    """Its processes before the present one: it was started again."""
+
+    @property
+    def is_alive(self) -> bool:
+        """It has a process that has not ended."""
+        return self.process is not None and not self.process.ended.is_set()
+
+    @property
+    def answers(self) -> bool:
+        """Whether it can be expected to answer a ping now."""
+        assert self.view is not None or not self.is_alive
+        return self.is_alive and self.view is not None and self.view.phase not in (Phase.SPAWN, Phase.STOP)
+
+    def cancel_timers(self) -> None:
+        """No deadline counts any more."""
+        if self.deadline is not None:
+            self.deadline.cancel()
+        if self.verdict is not None:
+            self.verdict[0].cancel()
+        self.deadline = self.verdict = None
+
+    def drop_probes(self) -> None:
+        """Nobody is left to answer."""
+        for answer in self.probes.values():
+            if not answer.done():
+                answer.set_exception(ConnectionResetError(f"stage {self.run.name} ended"))
+
+    def failure(
+        self,
+        error: str,
+        text: str,
+        at_s: float,
+        *,
+        phase: Phase | None = None,
+        traceback: str = "",
+        exit_code: ExitCode = ExitCode.STAGE_FAILED,
+        exit_status: int | None = None,
+        signal: str | None = None,
+    ) -> StageFailure:
+        """A failure of the stage as it is told: with its phase, its process and its last words."""
+        assert self.view is not None
+        return StageFailure(
+            stage=self.run.name,
+            phase=phase or self.view.phase,
+            error=error,
+            text=text,
+            elapsed_s=at_s - self.view.spawned_s,
+            exit_code=exit_code,
+            pid=None if self.process is None else self.process.pid,
+            exit_status=exit_status,
+            signal=signal,
+            traceback=traceback,
+            log_path=str(self.run.log_path),
+            log_tail=log_file.tail(self.run.log_path, LOG_TAIL_LINES, self.log_begins),
+        )
+
+    def death(self, code: int, at_s: float) -> StageFailure:
+        """The failure of a process that ended by itself: what it was late with, or the way it ended."""
+        if self.verdict is not None:
+            return self.failure(self.verdict[1].kind, self.verdict[1].text, at_s)
+        signal = signal_name(-code) if code < 0 else None
+        kind, text = exited(code, signal)
+        return self.failure(kind, text, at_s, exit_status=None if signal else code, signal=signal)
+
+    def reported(self, message: m.Failed, at_s: float) -> StageFailure:
+        """The failure that its process told."""
+        return self.failure(
+            message.error, message.text, at_s, phase=message.phase, traceback=message.traceback,
+            exit_code=ExitCode(message.exit_code),
+        )  # fmt: skip
