@@ -26,10 +26,15 @@ def _stages(stages: list[dict[str, Any]]) -> str:
     for stage in stages:
         elapsed = format_duration(stage["phase_elapsed_s"]) if stage["phase"] else ""
         rows.append(
-            (stage["name"], str(stage["pid"] or "-"), str(stage["device"]), stage["phase"] or "not started", elapsed,
-             _progress(stage))
+            (stage["name"], str(stage["pid"] or "-"), str(stage["device"]), _phase(stage), elapsed, _progress(stage))
         )  # fmt: skip
     return _page(rows, right=(1, 2, 4))
+
+
+def _phase(stage: dict[str, Any]) -> str:
+    if stage["state"] in ("restarting", "cooling", "admitting"):
+        return "restarting"
+    return stage["phase"] or "not started"
 
 
 def _progress(stage: dict[str, Any]) -> str:

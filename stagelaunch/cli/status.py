@@ -12,7 +12,7 @@ from stagelaunch.cli.pages import render_status
 from stagelaunch.cli.target import find_target
 from stagelaunch.core.errors import ExitCode, NotRunningError
 from stagelaunch.supervisor.client import request
-from stagelaunch.supervisor.runtime import Runtime, list_runtimes
+from stagelaunch.supervisor.runtime import WAITS, Runtime, list_runtimes
 
 
 @click.command()
@@ -53,9 +53,8 @@ def _last_run(runtime: Runtime) -> dict[str, Any] | None:
 
 
 def _page(body: dict[str, Any]) -> str:
-    if body["state"] in ("admitting", "waiting"):
-        what = "device memory" if body["state"] == "waiting" else "its admission"
-        head = f"{body['name']}: waiting for {what} (supervisor pid {body['pid']})"
+    if body["state"] in WAITS:
+        head = f"{body['name']}: waiting for {WAITS[body['state']]} (supervisor pid {body['pid']})"
         return "\n".join([head, *(body["findings"] or [])])
     if body["state"] != "stopped":
         return render_status(body)

@@ -39,6 +39,7 @@ _LONGEST_WAIT_S = 366 * 86400.0
     metavar="DURATION",
     help="If it does not fit beside what others hold or have claimed, wait so long (60s, 5m) for it to fit.",
 )
+@click.option("--quiet", is_flag=True, help="Do not show what the stages write to their logs.")
 @click.option("--ci", is_flag=True, help="A stop takes at most 4 s in all, for runners that kill what is left.")
 @click.option("--runtime-dir", type=click.Path(path_type=Path), help="Where sockets and logs go.")
 @click.option("--notify-fd", type=int, hidden=True, help="Tell progress to this descriptor, one JSON object a line.")
@@ -47,6 +48,7 @@ def up(
     detach: bool,
     wait: bool,
     wait_text: str | None,
+    quiet: bool,
     ci: bool,
     runtime_dir: Path | None,
     notify_fd: int | None,

@@ -53,7 +53,7 @@ async def run_deployment(
                 if ended is None:
                     raise
                 # It had failed before, and that is how it ended: it only could not be started again.
-                listener.say(f"is not started again: {error or 'asked to stop'}")
+                listener.say(f"is not started again: {str(error) or 'asked to stop'}")
             else:
                 if granted:
                     continue

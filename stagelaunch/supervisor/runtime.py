@@ -26,7 +26,7 @@ from filelock import FileLock, Timeout
 from stagelaunch.core.errors import AlreadyRunningError, ConfigError, Fault
 from stagelaunch.system.process import boot_id, start_time
 
-_WAITS = {"admitting": "its admission", "waiting": "device memory", "restarting": "its restart"}
+WAITS = {"admitting": "its admission", "waiting": "device memory", "restarting": "its restart"}
 """States of a live supervisor that has no stage running."""
 
 
@@ -150,7 +150,7 @@ class Runtime:
         """What a live supervisor waits for that has started nothing yet; None when there is none, or it has."""
         if self.live_pid() is None:
             return None
-        return _WAITS.get(str(self.read_state().get("state")))
+        return WAITS.get(str(self.read_state().get("state")))
 
     def live_pid(self) -> int | None:
         """The supervisor that runs now: recorded pid, start time and boot id must all be those of a live process."""

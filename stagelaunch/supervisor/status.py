@@ -32,7 +32,11 @@ def status_body(
         "elapsed_s": at_s - supervisor.began_s,
         "boot_s": None if supervisor.ready_at_s is None else supervisor.ready_at_s - supervisor.began_s,
         "stages": [
-            _stage(stage.id, stage.name, stage.device_indices[0], pids.get(stage.id), views[stage.id], at_s)
+            {
+                **_stage(stage.id, stage.name, stage.device_indices[0], pids.get(stage.id), views[stage.id], at_s),
+                "state": supervisor.state.stages[stage.id],
+                "restarts": len(supervisor.state.restarts.get(stage.id, ())),
+            }
             for stage in deployment.stages
         ],
         "devices": [

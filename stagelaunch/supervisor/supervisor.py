@@ -35,6 +35,7 @@ from stagelaunch.system import log_file
 from stagelaunch.system.process import signal_name
 
 PROBE_TIMEOUT_S = 60.0
+"""Or the phase deadline, if that is shorter: a probe is work like any other."""
 PINGS_PER_HEARTBEAT = 3
 STACKS_S = 0.3
 """How long a stage that is late gets to write its stacks to its log before it is given up."""
@@ -209,7 +210,7 @@ class Supervisor:
         answer = stage.probes[request_id] = self._loop.create_future()
         stage.process.send(m.Probe(request_id))
         try:
-            return await asyncio.wait_for(answer, PROBE_TIMEOUT_S)
+            return await asyncio.wait_for(answer, min(PROBE_TIMEOUT_S, self._timeouts.phase_s))
         finally:
             del stage.probes[request_id]
 
@@ -295,6 +296,7 @@ class Supervisor:
         self._rearm(stage)
 
     def _admit(self, stage: Stage) -> None:
+        stage.view = board.spawned(stage.run.stage_id, stage.run.name, self._loop.time())
         task = self._loop.create_task(self._readmit(stage))
         self._admissions.add(task)
         task.add_done_callback(self._admissions.discard)

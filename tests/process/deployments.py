@@ -18,7 +18,7 @@ import pytest
 import yaml
 
 from stagelaunch.config_file import load_deployment
-from stagelaunch.core.inventory import DeviceInfo
+from stagelaunch.core.inventory import DeviceInfo, SimulatedMachine
 from stagelaunch.devices.inventory import list_simulated_devices
 from stagelaunch.system.locks import holders
 
@@ -111,10 +111,13 @@ class Site:
     def up(self, *options: str) -> Ran:
         return self.run("up", str(self.write()), *options)
 
-    def devices(self) -> dict[int, DeviceInfo]:
+    def machine(self) -> SimulatedMachine:
         machine = load_deployment(self.config).machine(self.directory / "devices")
         assert machine is not None
-        return {info.index: info for info in list_simulated_devices(machine)}
+        return machine
+
+    def devices(self) -> dict[int, DeviceInfo]:
+        return {info.index: info for info in list_simulated_devices(self.machine())}
 
     def state(self) -> Mapping[str, Any]:
         body: dict[str, Any] = json.loads((self.directory / "run" / "site" / "state.json").read_text())

@@ -9,14 +9,10 @@ takes so much more than the trial captures let expect. With ``no_kv`` the stage 
 
 from __future__ import annotations
 
-import ctypes
-import os
-import signal
-import sys
-import threading
 from pathlib import Path
 
 import torch
+from misbehaviour import misbehave
 
 from stagelaunch.core.ledger import KVLayout
 from stagelaunch.devices.base import Device, Graph
@@ -27,61 +23,11 @@ from stagelaunch.engines.base import EngineSpec, ProbeResult, Progress
 HIDDEN = 256
 
 
-class InjectedError(Exception):
-    """What ``KIND`` raise raises."""
-
-
-def hang() -> None:
-    threading.Event().wait()
-
-
-def misbehave(kind: str) -> None:
-    match kind:
-        case "raise":
-            raise InjectedError("injected")
-        case "verbose":
-            raise InjectedError("x" * 3_000_000)
-        case "sysexit":
-            sys.exit(3)
-        case "osexit":
-            os._exit(5)
-        case "sigkill":
-            os.kill(os.getpid(), signal.SIGKILL)
-        case "segv":
-            ctypes.string_at(0)
-        case "abort":
-            os.abort()
-        case "hang":
-            hang()
-        case "sigstop":
-            os.kill(os.getpid(), signal.SIGSTOP)
-            hang()
-        case "fork":
-            leave_a_child_behind()
-        case "ignoreterm":
-            signal.signal(signal.SIGTERM, signal.SIG_IGN)
-            hang()
-        case _:
-            raise AssertionError(f"unknown kind of fault: {kind}")
-
-
 def hold_as_a_stranger(device: Device, size_bytes: int) -> None:
     assert isinstance(device, SimulatedDevice)
     file = SimulatedFile.open(device._machine)
     file.set_foreign_bytes(device._index, size_bytes)
     file.close()
-
-
-def leave_a_child_behind() -> None:
-    """Die with a child in the same process group that ignores SIGTERM; its pid is said in the stage's log."""
-    said, say = os.pipe()
-    if os.fork() == 0:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        os.write(2, f"left behind (pid {os.getpid()})\n".encode())
-        os.write(say, b".")
-        hang()
-    os.read(said, 1)
-    os._exit(5)
 
 
 class LightEngine:
