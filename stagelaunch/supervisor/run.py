@@ -25,6 +25,7 @@ from stagelaunch.core.units import format_size
 from stagelaunch.supervisor import corrections
 from stagelaunch.supervisor.admission import Admitted, admit, devices_now
 from stagelaunch.supervisor.control import ControlServer, Handlers
+from stagelaunch.supervisor.leftovers import clear_leftovers
 from stagelaunch.supervisor.runtime import Runtime, writable, write_atomically
 from stagelaunch.supervisor.status import status_body
 from stagelaunch.supervisor.supervisor import KILL_WAIT_S, Supervisor
@@ -64,6 +65,7 @@ async def run_deployment(
     runtime.create()
     with runtime.claim(), ExitStack() as held:
         _cancel_on_signals()
+        await clear_leftovers(runtime, listener.say)
         try:
             with writable(runtime.directory):
                 runtime.write_state("admitting", config=str(loaded.path))
@@ -126,6 +128,8 @@ def _cancel_on_signals() -> None:
     assert task is not None
     for number in _stop_signals():
         loop.add_signal_handler(number, task.cancel)
+    # Blocked by the warden until here: what came earlier comes now, and ends this before anything was started.
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
 
 
 def _stop_signals() -> tuple[signal.Signals, ...]:

@@ -23,6 +23,7 @@ from typing import Any
 from filelock import FileLock, Timeout
 
 from stagelaunch.core.errors import AlreadyRunningError, ConfigError, Fault
+from stagelaunch.supervisor.own_run import OwnRun
 from stagelaunch.system.process import boot_id, start_time
 
 
@@ -47,6 +48,8 @@ class Runtime:
     """The paths of one deployment."""
 
     directory: Path
+    run: OwnRun | None = None
+    """Of the supervisor that uses it; None for a command that only looks, or a supervisor without a warden."""
 
     @classmethod
     def of(cls, name: str, base: Path | None = None) -> Runtime:
@@ -125,7 +128,9 @@ class Runtime:
 
     def write_state(self, state: str, **more: Any) -> None:
         """Record who we are and how far; replaced atomically, so that a reader never sees half."""
-        body = {"state": state, "pid": os.getpid(), "start": start_time(os.getpid()), "boot": boot_id(), **more}
+        body = {"state": state, "pid": os.getpid(), "start": start_time(os.getpid()), "boot": boot_id()}
+        body |= {} if self.run is None else self.run.to_json()
+        body |= more
         write_atomically(self.state, json.dumps(body))
 
     def read_state(self) -> dict[str, Any]:
@@ -150,6 +155,15 @@ class Runtime:
         if not isinstance(pid, int) or state.get("boot") != boot_id() or state.get("state") == "ended":
             return None
         return pid if start_time(pid) == state.get("start") else None
+
+    def live_warden(self) -> int | None:
+        """The recorded run's warden, if it lives: it outlives its supervisor for as long as it clears up."""
+        state = self.read_state()
+        warden = state.get("warden")
+        if not isinstance(warden, dict) or not isinstance(warden.get("pid"), int) or state.get("boot") != boot_id():
+            return None
+        pid: int = warden["pid"]
+        return pid if start_time(pid) == warden.get("start") else None
 
 
 def write_atomically(path: Path, text: str) -> None:

@@ -17,6 +17,7 @@ from multiprocessing.context import SpawnProcess
 from pathlib import Path
 
 from stagelaunch.core import messages as m
+from stagelaunch.supervisor.own_run import OwnRun, StageFamily
 
 MAX_LINE_BYTES = 1 << 20
 
@@ -36,6 +37,7 @@ class StageProcess:
         name: str,
         on_message: Callable[[m.Message], None],
         on_exit: Callable[[int], None],
+        run: OwnRun | None = None,
     ) -> None:
         self.stage_id = stage_id
         self.name = name
@@ -62,6 +64,7 @@ class StageProcess:
             self._process.join()
             ours.close()
             raise
+        self._family = StageFamily.begin(self.pid, name, run)
         ours.setblocking(False)
         self._channel = ours
         self._loop.add_reader(ours, self._read)
@@ -78,9 +81,13 @@ class StageProcess:
         self._signal(signal.SIGCONT)
 
     def kill(self) -> None:
-        """SIGKILL to the leader and to its whole process group."""
+        """SIGKILL to the leader and to all that it has started. Never waits.
+
+        Its tree first: a leader that is dead has none any more, and in the next look what it still forked is found.
+        """
+        self._family.kill(is_leader_ours=self._is_ours())
         self._signal(signal.SIGKILL)
-        self._kill_group()
+        self._family.kill(is_leader_ours=self._is_ours())
 
     def _signal(self, number: signal.Signals) -> None:
         # Once reaped its descriptor is closed, and the number may name something else.
@@ -88,12 +95,16 @@ class StageProcess:
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self._pidfd, number)
 
-    def _kill_group(self) -> None:
-        # Only while the leader is not reaped: until then its pid, and so the group's id, is nobody else's. (A later
-        # Process.start() may have reaped it.) A child that has not called setsid yet has no such group.
-        with contextlib.suppress(ChildProcessError, ProcessLookupError, PermissionError):
+    def _is_ours(self) -> bool:
+        """Whether the leader is not reaped: until then its pid, and so its group's and session's id, is nobody else's.
+
+        A later ``Process.start()`` may have reaped it.
+        """
+        try:
             os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-            os.killpg(self.pid, signal.SIGKILL)
+        except ChildProcessError:
+            return False
+        return True
 
     def _read(self) -> None:
         try:
@@ -119,13 +130,14 @@ class StageProcess:
     def _reap(self) -> None:
         self._loop.remove_reader(self._pidfd)
         self._drain()
-        self._kill_group()
+        self._family.kill(is_leader_ours=self._is_ours())
         code = self._process.exitcode
         assert code is not None, "the pidfd said the process is over"
         self._loop.remove_reader(self._channel)
         self._channel.close()
         os.close(self._pidfd)
         self._process.close()
+        self._family.end()
         self.ended.set()
         self._on_exit(code)
 

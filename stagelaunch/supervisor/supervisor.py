@@ -196,6 +196,7 @@ class Supervisor:
                 run.name,
                 lambda message: self._on_message(stage, message),
                 lambda code: self._on_exit(stage, code),
+                self._runtime.run,
             )
         except OSError as error:
             failure = self._failure(stage, type(error).__name__, f"cannot start its process: {error}")
