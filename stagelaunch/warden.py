@@ -53,6 +53,7 @@ def main(arguments: Sequence[str]) -> int:
     own = ["--warden", str(os.getpid()), "--run-id", run_id]
     own += [] if directory is None else ["--cgroup", str(directory)]
     supervisor = _start([*arguments[:split], *own, *arguments[split + 1 :]], run_id)
+    _close_inherited()
     return Warden(supervisor, directory).watch()
 
 
@@ -82,6 +83,14 @@ def _start(command: list[str], run_id: str) -> int:
         say(f"cannot start the supervisor {command[0]}: {error.strerror}")
     finally:
         os._exit(INTERNAL)
+
+
+def _close_inherited() -> None:
+    """What the caller gave the supervisor is the supervisor's to close: who reads the other end waits for that."""
+    for number in map(int, os.listdir("/proc/self/fd")):
+        if number > 2:
+            with suppress(OSError):
+                os.close(number)
 
 
 class Warden:
@@ -148,14 +157,17 @@ class Warden:
         with suppress(ProcessLookupError):
             signal.pidfd_send_signal(self._pidfd, number)
 
-    def _reap(self) -> None:
-        with suppress(ChildProcessError):
+    def _reap(self) -> bool:
+        """Reap whoever is dead. Whether a child is left: of a subreaper, whether anything at all is left below."""
+        try:
             while True:
                 pid, status = os.waitpid(-1, os.WNOHANG)
                 if pid == 0:
-                    return
+                    return True
                 if pid == self._supervisor:
                     self._status = os.waitstatus_to_exitcode(status)
+        except ChildProcessError:
+            return False
 
     def _clear(self, code: int) -> int:
         """Kill all that is still below, remove the cgroup; ``code``, or another where something cannot be killed."""
@@ -170,11 +182,15 @@ class Warden:
             say(f"killed what the supervisor left: {', '.join(names)}{more}")
         for process in swept.left:
             say(f"LEFT BEHIND: {tree.describe(process)} survived SIGKILL for {SWEEP_S:g}s")
-        return CLEANUP_INCOMPLETE if swept.left else code
+        if self._reap() and not swept.left:
+            say("LEFT BEHIND: processes that fork faster than they can be killed")
+        return CLEANUP_INCOMPLETE if self._reap() else code
 
     def _below(self, table: tree.Table) -> list[tree.Process]:
         inside = () if self._directory is None else cgroup.pids(self._directory)
-        found = {process.pid: process for process in tree.descendants(table, os.getpid())}
+        # Who forks and ends is no longer in a table that was just read: looked at once more, and killed first.
+        found = {process.pid: process for process in tree.children(os.getpid())}
+        found |= {process.pid: process for process in tree.descendants(table, os.getpid())}
         found.update((pid, table[pid]) for pid in inside if pid in table)
         return list(found.values())
 

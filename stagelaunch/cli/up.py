@@ -12,7 +12,7 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
 import click
 
@@ -27,9 +27,11 @@ from stagelaunch.core.outcome import Outcome
 from stagelaunch.core.service_manager import ServiceManager
 from stagelaunch.core.units import format_duration, parse_duration
 from stagelaunch.supervisor.own_run import OwnRun
-from stagelaunch.supervisor.run import Listener, run_deployment
 from stagelaunch.system.log_file import tail
 from stagelaunch.system.process import die_with_parent
+
+if TYPE_CHECKING:
+    from stagelaunch.supervisor.run import Listener
 
 _LONGEST_WAIT_S = 366 * 86400.0
 
@@ -106,6 +108,10 @@ def _foreground(target: Target, notify: IO[str] | None, wait_s: float | None, ma
     loaded = target.loaded
     assert loaded is not None
     voice = _Voice(notify)
+    # Here only: its imports take as long as all others together, and the process that becomes the warden has no use
+    # for them.
+    from stagelaunch.supervisor.run import run_deployment
+
     try:
         machine = simulated_machine(loaded)
         outcome = asyncio.run(run_deployment(loaded, machine, target.runtime, voice.listener(), wait_s))
@@ -142,6 +148,8 @@ class _Voice:
 
     def listener(self) -> Listener:
         """What the deployment tells."""
+        from stagelaunch.supervisor.run import Listener
+
         return Listener(self._say, lambda: self._tell(started=True), self._ready)
 
     def ended(self, code: int, text: str) -> None:

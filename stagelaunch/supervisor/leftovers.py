@@ -36,8 +36,9 @@ async def clear_leftovers(runtime: Runtime, say: Callable[[str], None]) -> None:
     """
     if not await _warden_ended(runtime):
         raise AlreadyRunningError(
-            f"cannot start deployment {runtime.directory.name}: the warden of its last run (pid {runtime.live_warden()}) "
-            f"still clears up after {WARDEN_WAIT_S:g}s; see what it waits for with `stagelaunch doctor`, or end it"
+            f"cannot start deployment {runtime.directory.name}: the warden of its last run (pid "
+            f"{runtime.live_warden()}) still clears up after {WARDEN_WAIT_S:g}s; see what it waits for with "
+            "`stagelaunch doctor`, or end it"
         )
     state = runtime.read_state()
     if not isinstance(state.get("run_id"), str) or state.get("boot") != boot_id():

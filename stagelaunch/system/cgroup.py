@@ -16,6 +16,7 @@ PREFIX = "stagelaunch-"
 """Of the directory of a run; the run id follows."""
 _MOUNT_INFO, _OWN_CGROUP = Path("/proc/self/mountinfo"), Path("/proc/self/cgroup")
 _LOOK_AGAIN_S = 0.005
+_FORGOTTEN_S = 60.0
 
 
 def own_directory() -> Path | None:
@@ -50,12 +51,21 @@ def create(run_id: str) -> Path | None:
     own = own_directory()
     if own is None:
         return None
+    _remove_forgotten(own)
     directory = own / f"{PREFIX}{run_id}"
     try:
         directory.mkdir()
     except OSError:
         return None
     return directory
+
+
+def _remove_forgotten(own: Path) -> None:
+    """Empty directories of runs whose warden was killed. A run that lives, but has no stage now, makes its own again."""
+    for directory in own.glob(f"{PREFIX}*"):
+        with suppress(OSError):
+            if time.time() - directory.stat().st_mtime > _FORGOTTEN_S:
+                _remove_now(directory)
 
 
 def is_of(directory: Path, run_id: str) -> bool:
@@ -66,7 +76,7 @@ def is_of(directory: Path, run_id: str) -> bool:
 def enter(directory: Path, pid: int) -> bool:
     """Put a process into this directory, made if need be. False where that is not possible; then it stays as it is."""
     try:
-        directory.mkdir(exist_ok=True)
+        directory.mkdir(parents=True, exist_ok=True)
         _write(directory / "cgroup.procs", str(pid))
     except OSError:
         with suppress(OSError):

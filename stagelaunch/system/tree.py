@@ -82,7 +82,7 @@ class Swept:
 
 
 def read_table() -> Table:
-    """Every process this one can see, by pid. Empty where /proc shows another PID namespace: its numbers mean others."""
+    """Every process this one can see, by pid. Empty where /proc shows another PID namespace, whose pids mean others."""
     if not _proc_is_ours():
         return {}
     found = filter(None, (read_process(int(name)) for name in os.listdir("/proc") if name.isdecimal()))
@@ -140,6 +140,13 @@ def descendants(table: Table, pid: int) -> tuple[Process, ...]:
     return tuple(found.values())
 
 
+def children(pid: int) -> tuple[Process, ...]:
+    """What the main thread of ``pid`` has started or adopted, right now: quicker than a table by far. Empty where the
+    kernel does not tell."""
+    numbers = _read(f"/proc/{pid}/task/{pid}/children").split() if _proc_is_ours() else []
+    return tuple(filter(None, (read_process(int(number)) for number in numbers)))
+
+
 def ancestors(table: Table, pid: int) -> frozenset[int]:
     """The pids above ``pid``, and itself."""
     found: set[int] = set()
@@ -165,9 +172,7 @@ def members(table: Table, leader: int) -> tuple[Process, ...]:
 def strays(table: Table, warden: int, supervisor: int) -> tuple[Process, ...]:
     """What is below the warden but neither the supervisor nor one of its helpers, which live in its own session."""
     known = table.get(supervisor)
-    helpers = {
-        process.pid for process in descendants(table, supervisor) if known and process.session == known.session
-    }
+    helpers = {process.pid for process in descendants(table, supervisor) if known and process.session == known.session}
     return tuple(
         process for process in descendants(table, warden) if process.pid != supervisor and process.pid not in helpers
     )
@@ -251,13 +256,14 @@ def sweep(
     find: Find,
     timeout_s: float,
     *,
-    reap: Callable[[], None] = lambda: None,
+    reap: Callable[[], bool] = lambda: False,
     escalate: Callable[[], None] = lambda: None,
 ) -> Swept:
     """Kill all that ``find`` names until nothing of it lives, however it forks meanwhile, for ``timeout_s`` at most.
 
-    Resource trackers may end by themselves when they are the last. ``reap`` is called before each look, ``escalate``
-    when many looks did not do.
+    Resource trackers may end by themselves when they are the last. ``reap`` is called before each look; while it says
+    that somebody is left, a look that finds nobody is not believed: who forks and ends can slip through it.
+    ``escalate`` is called when many looks did not do.
     """
     return _Sweep(find, time.monotonic() + timeout_s, reap, escalate).run()
 
@@ -266,7 +272,7 @@ def sweep(
 class _Sweep:
     find: Find
     deadline_s: float
-    reap: Callable[[], None]
+    reap: Callable[[], bool]
     escalate: Callable[[], None]
     killed: dict[tuple[int, int], Process] = field(default_factory=dict)
     looks: int = 0
@@ -274,15 +280,15 @@ class _Sweep:
 
     def run(self) -> Swept:
         while True:
-            self.reap()
+            somebody_is_left = self.reap()
             living = [process for process in self.find(read_table()) if not process.is_dead]
             others = [process for process in living if not is_tracker(process)]
-            if not living or time.monotonic() >= self.deadline_s:
+            if not (living or somebody_is_left) or time.monotonic() >= self.deadline_s:
                 return Swept(tuple(self.killed.values()), tuple(others or living))
             self.looks += 1
             if self.looks % QUICK_LOOKS == 0:
                 self.escalate()
-            if others or self._trackers_are_late():
+            if others or (living and self._trackers_are_late()):
                 self._kill(others or living)
             else:
                 self._watch(living)
@@ -299,7 +305,7 @@ class _Sweep:
 
     def _watch(self, processes: list[Process], number: signal.Signals | None = None) -> None:
         """Wait for the end of these, but not long; with a number they are signalled first."""
-        watched = []
+        watched: list[int] = []
         for process in processes:
             fd = open_process(process)
             if fd is None:

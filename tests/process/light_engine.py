@@ -58,6 +58,11 @@ def misbehave(kind: str) -> None:
             hang()
         case "fork":
             leave_a_child_behind()
+        case "session":
+            leave_an_orphan_behind()
+            os._exit(5)
+        case "double":
+            leave_an_orphan_behind()
         case "ignoreterm":
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
             hang()
@@ -82,6 +87,21 @@ def leave_a_child_behind() -> None:
         hang()
     os.read(said, 1)
     os._exit(5)
+
+
+def leave_an_orphan_behind() -> None:
+    """A grandchild that is nobody's child, in a session of its own, and ignores SIGTERM; its pid is in the log."""
+    said, say = os.pipe()
+    if (child := os.fork()) == 0:
+        os.setsid()
+        if os.fork() == 0:
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            os.write(2, f"left behind (pid {os.getpid()})\n".encode())
+            os.write(say, b".")
+            hang()
+        os._exit(0)
+    os.waitpid(child, 0)
+    os.read(said, 1)
 
 
 class LightEngine:
