@@ -25,6 +25,7 @@ from filelock import FileLock, Timeout
 from stagelaunch.core.errors import AlreadyRunningError, ConfigError, Fault
 from stagelaunch.supervisor.own_run import OwnRun
 from stagelaunch.system.process import boot_id, start_time
+from stagelaunch.system.tree import read_process
 
 
 def default_runtime_dir() -> Path:
@@ -154,7 +155,7 @@ class Runtime:
         pid = state.get("pid")
         if not isinstance(pid, int) or state.get("boot") != boot_id() or state.get("state") == "ended":
             return None
-        return pid if start_time(pid) == state.get("start") else None
+        return pid if _lives(pid, state.get("start")) else None
 
     def live_warden(self) -> int | None:
         """The recorded run's warden, if it lives: it outlives its supervisor for as long as it clears up."""
@@ -163,7 +164,13 @@ class Runtime:
         if not isinstance(warden, dict) or not isinstance(warden.get("pid"), int) or state.get("boot") != boot_id():
             return None
         pid: int = warden["pid"]
-        return pid if start_time(pid) == warden.get("start") else None
+        return pid if _lives(pid, warden.get("start")) else None
+
+
+def _lives(pid: int, start: Any) -> bool:
+    """Whether that very process runs. One that was killed may stay in the table: in a container nobody may reap it."""
+    process = read_process(pid)
+    return process is not None and process.start == start and not process.is_dead
 
 
 def write_atomically(path: Path, text: str) -> None:

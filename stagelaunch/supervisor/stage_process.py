@@ -12,19 +12,14 @@ import os
 import signal
 import socket
 from collections.abc import Callable
-from importlib import import_module
 from multiprocessing.context import SpawnProcess
 from pathlib import Path
 
 from stagelaunch.core import messages as m
 from stagelaunch.supervisor.own_run import OwnRun, StageFamily
+from stagelaunch.supervisor.worker_entry import enter_worker
 
 MAX_LINE_BYTES = 1 << 20
-
-
-def _enter_worker(run_file: str, stage_id: int, supervisor_pid: int, channel: socket.socket) -> None:
-    """First line of the child. By name, so that the supervisor never imports what a worker needs."""
-    import_module("stagelaunch.worker.main").run(run_file, stage_id, supervisor_pid, channel)
 
 
 class StageProcess:
@@ -51,7 +46,7 @@ class StageProcess:
             # daemon=False: a stage may start children of its own. From the main thread: the parent-death signal is
             # tied to the thread that forks.
             self._process: SpawnProcess = multiprocessing.get_context("spawn").Process(
-                target=_enter_worker, args=(str(run_file), stage_id, os.getpid(), theirs), name=name, daemon=False
+                target=enter_worker, args=(str(run_file), stage_id, os.getpid(), theirs), name=name, daemon=False
             )
             self._process.start()
         assert self._process.pid is not None

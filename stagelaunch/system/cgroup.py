@@ -61,7 +61,7 @@ def create(run_id: str) -> Path | None:
 
 
 def _remove_forgotten(own: Path) -> None:
-    """Empty directories of runs whose warden was killed. A run that lives, but has no stage now, makes its own again."""
+    """Empty directories of runs whose warden was killed. A run that lives, but has no stage now, makes its again."""
     for directory in own.glob(f"{PREFIX}*"):
         with suppress(OSError):
             if time.time() - directory.stat().st_mtime > _FORGOTTEN_S:

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -121,9 +122,7 @@ class Ward:
         return self.process.wait(TIMEOUT_S)
 
     def living(self) -> set[str]:
-        """The kinds of which one lives, after a moment in which it may die: a SIGKILL that was sent takes its time."""
-        for fd in self.pidfds.values():
-            select.select([fd], [], [], 0.0)
+        """The kinds that live now."""
         return {kind for kind, fd in self.pidfds.items() if not select.select([fd], [], [], 0)[0]}
 
     def gone(self, *kinds: str) -> bool:
@@ -139,10 +138,8 @@ class Ward:
                 stream.close()
         self.process.wait()
         for fd in self.pidfds.values():
-            try:
+            with suppress(ProcessLookupError):
                 signal.pidfd_send_signal(fd, signal.SIGKILL)
-            except ProcessLookupError:
-                pass
         if any(line.startswith("run ") for line in self.said):
             tree.sweep(lambda table: tree.find_run(self.run_id, table), TIMEOUT_S)
             if self.cgroup is not None:
