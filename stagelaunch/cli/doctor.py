@@ -24,9 +24,11 @@ from stagelaunch.core.identity import Resolution, cuda_view
 from stagelaunch.core.inventory import DeviceInfo, Inventory, SimulatedMachine, device_to_json
 from stagelaunch.core.units import format_size
 from stagelaunch.engines.versions import TRANSFORMERS_MINOR
+from stagelaunch.supervisor.leftovers import find_leftovers
 from stagelaunch.supervisor.runtime import default_runtime_dir, list_runtimes
 from stagelaunch.system.claims import read_claims
 from stagelaunch.system.locks import LockDirectory, holders, waiters
+from stagelaunch.system.tree import describe
 
 
 @dataclass(frozen=True)
@@ -131,14 +133,20 @@ def check_locks(lock_dir: Path, devices: tuple[DeviceInfo, ...], machine: Simula
 def check_leftovers(base: Path) -> Check:
     """Deployments below the runtime directory whose supervisor is gone without having said goodbye."""
     stale = [
-        runtime.directory
+        runtime
         for runtime in list_runtimes(base)
         if runtime.live_pid() is None and runtime.read_state().get("state") != "ended"
     ]
     if not stale:
         return Check("leftovers", True, f"none in {base}")
-    names = ", ".join(str(directory) for directory in stale)
-    return Check("leftovers", False, f"the supervisor of {names} ended without clean-up; the next `up` takes over")
+    names = ", ".join(str(runtime.directory) for runtime in stale)
+    text = f"the supervisor of {names} ended without clean-up; the next `up` takes over"
+    for runtime in stale:
+        if (warden := runtime.live_warden()) is not None:
+            text += f"; its warden (pid {warden}) still clears up"
+        elif left := find_leftovers(runtime):
+            text += f"; still there: {', '.join(map(describe, left))}"
+    return Check("leftovers", False, text)
 
 
 def render(devices: tuple[DeviceInfo, ...], checks: list[Check]) -> str:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-import select
 import signal
+import time
+from contextlib import suppress
 from pathlib import Path
 
 import click
@@ -13,6 +14,7 @@ from stagelaunch.cli.target import find_target
 from stagelaunch.core.errors import ExitCode, NotRunningError
 from stagelaunch.supervisor.client import request
 from stagelaunch.supervisor.runtime import Runtime
+from stagelaunch.system.tree import wait_for_ends
 
 
 @click.command()
@@ -36,6 +38,8 @@ def down(target: str, now: bool, timeout_s: float, runtime_dir: Path | None) -> 
     name = runtime.directory.name
     try:
         pidfd = _open_supervisor(runtime)
+        # The warden ends last: only then is nothing left of the run.
+        pidfds = (pidfd, *_open_warden(runtime))
         if runtime.waits_for is not None:
             # Nothing answers yet. Should it be admitted this instant, the signal stops it in good order.
             signal.pidfd_send_signal(pidfd, signal.SIGTERM)
@@ -44,7 +48,7 @@ def down(target: str, now: bool, timeout_s: float, runtime_dir: Path | None) -> 
     except NotRunningError as error:
         click.echo(f"stagelaunch: {error}", err=True)
         return error.exit_code
-    if not _wait(pidfd, timeout_s):
+    if not _wait(pidfds, timeout_s):
         click.echo(
             f"stagelaunch: {name} is still stopping after {timeout_s:g}s; see: stagelaunch status {runtime.argument}",
             err=True,
@@ -88,9 +92,23 @@ def _open_supervisor(runtime: Runtime) -> int:
     return pidfd
 
 
-def _wait(pidfd: int, timeout_s: float) -> bool:
-    """Whether the process ended in time."""
-    try:
-        return bool(select.select([pidfd], [], [], timeout_s)[0])
-    finally:
+def _open_warden(runtime: Runtime) -> tuple[int, ...]:
+    """A pidfd of the warden, where one is recorded and lives."""
+    pid = runtime.live_warden()
+    if pid is None:
+        return ()
+    with suppress(ProcessLookupError):
+        pidfd = os.pidfd_open(pid)
+        if runtime.live_warden() == pid:
+            return (pidfd,)
         os.close(pidfd)
+    return ()
+
+
+def _wait(pidfds: tuple[int, ...], timeout_s: float) -> bool:
+    """Whether these processes ended in time."""
+    try:
+        return wait_for_ends(pidfds, time.monotonic() + timeout_s)
+    finally:
+        for pidfd in pidfds:
+            os.close(pidfd)

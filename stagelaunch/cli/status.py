@@ -12,7 +12,9 @@ from stagelaunch.cli.pages import render_status
 from stagelaunch.cli.target import find_target
 from stagelaunch.core.errors import ExitCode, NotRunningError
 from stagelaunch.supervisor.client import request
+from stagelaunch.supervisor.leftovers import find_leftovers
 from stagelaunch.supervisor.runtime import WAITS, Runtime, list_runtimes
+from stagelaunch.system.tree import describe
 
 
 @click.command()
@@ -49,7 +51,9 @@ def _last_run(runtime: Runtime) -> dict[str, Any] | None:
     state = runtime.read_state()
     if not state:
         return None
-    return state if state.get("state") == "ended" else {**state, "state": "died"}
+    if state.get("state") == "ended":
+        return state
+    return {**state, "state": "died", "processes": [describe(process) for process in find_leftovers(runtime)]}
 
 
 def _page(body: dict[str, Any]) -> str:
@@ -61,8 +65,9 @@ def _page(body: dict[str, Any]) -> str:
     match body["last_run"]:
         case None:
             return f"{body['name']}: not running, no run recorded here; give its config file if it sets runtime_dir"
-        case {"state": "died", "pid": pid}:
-            return f"{body['name']}: not running; its last supervisor (pid {pid}) died without cleaning up"
+        case {"state": "died", "pid": pid, "processes": processes}:
+            head = f"{body['name']}: not running; its last supervisor (pid {pid}) died without cleaning up"
+            return "\n".join([head, *(f"still there: {process}" for process in processes)])
         case {"first_failure": {"stage": stage, "phase": phase, "text": text}, "exit_code": code}:
             where = f"stage {stage} in phase {phase}: " if stage else ""
             said = next(iter(str(text).splitlines()), "")

@@ -10,11 +10,13 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
 import click
 
+from stagelaunch.cli.become_warden import become_warden, same_arguments
 from stagelaunch.cli.machine import simulated_machine
 from stagelaunch.cli.pages import render_status
 from stagelaunch.cli.streams import discard
@@ -22,9 +24,14 @@ from stagelaunch.cli.target import Target, find_target
 from stagelaunch.core import failure
 from stagelaunch.core.errors import ExitCode, StagelaunchError, UsageError
 from stagelaunch.core.outcome import Outcome
+from stagelaunch.core.run_options import RunOptions, ServiceManager
 from stagelaunch.core.units import format_duration, parse_duration
-from stagelaunch.supervisor.run import Listener, RunOptions, run_deployment
+from stagelaunch.supervisor.own_run import OwnRun
 from stagelaunch.system.log_file import tail
+from stagelaunch.system.process import die_with_parent
+
+if TYPE_CHECKING:
+    from stagelaunch.supervisor.run import Listener
 
 _LONGEST_WAIT_S = 366 * 86400.0
 
@@ -43,7 +50,14 @@ _LONGEST_WAIT_S = 366 * 86400.0
 @click.option("--ci", is_flag=True, help="A stop takes at most 4 s in all, for runners that kill what is left.")
 @click.option("--runtime-dir", type=click.Path(path_type=Path), help="Where sockets and logs go.")
 @click.option("--notify-fd", type=int, hidden=True, help="Tell progress to this descriptor, one JSON object a line.")
+@click.option("--warden", type=int, hidden=True, help="Be the supervisor under this parent.")
+@click.option("--run-id", hidden=True, help="Given by the warden: the id of this run.")
+@click.option("--cgroup", type=click.Path(path_type=Path), hidden=True, help="Given by the warden: the run's cgroup.")
+@click.option("--notify-socket", hidden=True, help="Where the service manager listens.")
+@click.option("--watchdog-usec", type=int, hidden=True, help="How often the service manager wants a sign of life.")
+@click.pass_context
 def up(
+    context: click.Context,
     config: str,
     detach: bool,
     wait: bool,
@@ -52,6 +66,11 @@ def up(
     ci: bool,
     runtime_dir: Path | None,
     notify_fd: int | None,
+    warden: int | None,
+    run_id: str | None,
+    cgroup: Path | None,
+    notify_socket: str | None,
+    watchdog_usec: int | None,
 ) -> int:
     """Boot every stage of the deployment in CONFIG, or none.
 
@@ -65,7 +84,15 @@ def up(
         raise UsageError(f"{config!r} is not a config file; `up` takes the path of a *.yaml or *.json file")
     if detach:
         return _detach(config, target, runtime_dir, wait, wait_text, ci)
-    code = _foreground(target, None if notify_fd is None else os.fdopen(notify_fd, "w"), RunOptions(wait_s, ci))
+    if warden is None:
+        become_warden(same_arguments(context))
+    die_with_parent(warden)
+    manager = ServiceManager(notify_socket, watchdog_usec)
+    if run_id is not None:
+        target = replace(target, runtime=replace(target.runtime, run=OwnRun.under(warden, run_id, cgroup)))
+    code = _foreground(
+        target, None if notify_fd is None else os.fdopen(notify_fd, "w"), RunOptions(wait_s, ci, manager)
+    )
     # Not through the interpreter's exit: it would wait for children that could not be killed.
     sys.stdout.flush()
     sys.stderr.flush()
@@ -87,6 +114,10 @@ def _foreground(target: Target, notify: IO[str] | None, options: RunOptions) -> 
     loaded = target.loaded
     assert loaded is not None
     voice = _Voice(notify)
+    # Here only: its imports take as long as all others together, and the process that becomes the warden has no use
+    # for them.
+    from stagelaunch.supervisor.run import run_deployment
+
     try:
         machine = simulated_machine(loaded)
         outcome = asyncio.run(run_deployment(loaded, machine, target.runtime, voice.listener(), options))
@@ -123,6 +154,8 @@ class _Voice:
 
     def listener(self) -> Listener:
         """What the deployment tells."""
+        from stagelaunch.supervisor.run import Listener
+
         return Listener(self._say, lambda: self._tell(started=True), self._ready)
 
     def ended(self, code: int, text: str) -> None:

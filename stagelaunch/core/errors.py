@@ -160,6 +160,12 @@ class AlreadyRunningError(PlainError):
     exit_code = ExitCode.TEMPORARY
 
 
+class LeftoverError(PlainError):
+    """A process that an earlier run has left cannot be killed; the text names it."""
+
+    exit_code = ExitCode.CLEANUP_INCOMPLETE
+
+
 class NotRunningError(PlainError):
     """The deployment asked for does not run."""
 

@@ -13,7 +13,7 @@ from stagelaunch.core.errors import NoDeviceError
 from stagelaunch.core.inventory import DeviceInfo
 from stagelaunch.core.outcome import memory_leftovers
 from stagelaunch.core.units import format_size
-from stagelaunch.system.process import describe
+from stagelaunch.system.tree import describe_pid
 
 SAY_EVERY_S = 2.0
 MEMORY_POLL_S = 0.05
@@ -38,7 +38,7 @@ async def say_who_is_left(
             held = {}
         for name, pid in live_pids().items():
             amounts = ", ".join(held.get(pid, ())) or "no device memory that the driver knows of"
-            say(f"still there: {name}, {describe(pid)}, holding {amounts}")
+            say(f"still there: {name}, {describe_pid(pid)}, holding {amounts}")
 
 
 def held_by_pid(devices: Mapping[int, DeviceInfo]) -> dict[int, list[str]]:

@@ -14,13 +14,15 @@ from stagelaunch.core.config import Deployment
 from stagelaunch.core.errors import ExitCode, StagelaunchError
 from stagelaunch.core.inventory import SimulatedMachine
 from stagelaunch.core.outcome import Outcome
+from stagelaunch.core.run_options import RunOptions
 from stagelaunch.core.run_spec import runs_to_json
 from stagelaunch.core.units import format_duration, format_size
 from stagelaunch.supervisor import corrections
 from stagelaunch.supervisor.admission import Admitted, admit
 from stagelaunch.supervisor.endings import note_begin, note_ending, note_outcome
+from stagelaunch.supervisor.leftovers import clear_leftovers
 from stagelaunch.supervisor.runtime import Runtime, writable, write_atomically
-from stagelaunch.supervisor.session import Listener, RunOptions, Session, dump_threads_on_quit, restart_budget
+from stagelaunch.supervisor.session import Listener, Session, dump_threads_on_quit, restart_budget
 from stagelaunch.supervisor.waiting import Patience
 from stagelaunch.system.locks import LockDirectory
 
@@ -42,6 +44,8 @@ async def run_deployment(
     runtime.create()
     dump_threads_on_quit(chain=False)
     with runtime.claim():
+        _cancel_on_signals()
+        await clear_leftovers(runtime, listener.say)
         granted: tuple[float, ...] = ()
         ended: Outcome | None = None
         while True:
@@ -156,3 +160,5 @@ def _cancel_on_signals() -> None:
     assert task is not None
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, task.cancel)
+    # Blocked by the warden until here: what came earlier comes now, and ends this before anything was started.
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())

@@ -24,7 +24,9 @@ from typing import Any
 from filelock import FileLock, Timeout
 
 from stagelaunch.core.errors import AlreadyRunningError, ConfigError, Fault
+from stagelaunch.supervisor.own_run import OwnRun
 from stagelaunch.system.process import boot_id, start_time
+from stagelaunch.system.tree import read_process
 
 WAITS = {"admitting": "its admission", "waiting": "device memory", "restarting": "its restart"}
 """States of a live supervisor that has no stage running."""
@@ -51,6 +53,8 @@ class Runtime:
     """The paths of one deployment."""
 
     directory: Path
+    run: OwnRun | None = None
+    """Of the supervisor that uses it; None for a command that only looks, or a supervisor without a warden."""
 
     @classmethod
     def of(cls, name: str, base: Path | None = None) -> Runtime:
@@ -134,7 +138,9 @@ class Runtime:
 
     def write_state(self, state: str, **more: Any) -> None:
         """Record who we are and how far; replaced atomically, so that a reader never sees half."""
-        body = {"state": state, "pid": os.getpid(), "start": start_time(os.getpid()), "boot": boot_id(), **more}
+        body = {"state": state, "pid": os.getpid(), "start": start_time(os.getpid()), "boot": boot_id()}
+        body |= {} if self.run is None else self.run.to_json()
+        body |= more
         write_atomically(self.state, json.dumps(body))
 
     def read_state(self) -> dict[str, Any]:
@@ -158,7 +164,22 @@ class Runtime:
         pid = state.get("pid")
         if not isinstance(pid, int) or state.get("boot") != boot_id() or state.get("state") == "ended":
             return None
-        return pid if start_time(pid) == state.get("start") else None
+        return pid if _lives(pid, state.get("start")) else None
+
+    def live_warden(self) -> int | None:
+        """The recorded run's warden, if it lives: it outlives its supervisor for as long as it clears up."""
+        state = self.read_state()
+        warden = state.get("warden")
+        if not isinstance(warden, dict) or not isinstance(warden.get("pid"), int) or state.get("boot") != boot_id():
+            return None
+        pid: int = warden["pid"]
+        return pid if _lives(pid, warden.get("start")) else None
+
+
+def _lives(pid: int, start: Any) -> bool:
+    """Whether that very process runs. One that was killed may stay in the table: in a container nobody may reap it."""
+    process = read_process(pid)
+    return process is not None and process.start == start and not process.is_dead
 
 
 def write_atomically(path: Path, text: str) -> None:

@@ -23,19 +23,23 @@ from stagelaunch.core.groups import init_groups
 from stagelaunch.core.inventory import DeviceInfo
 from stagelaunch.core.outcome import Outcome
 from stagelaunch.core.restarts import RestartBudget
+from stagelaunch.core.run_options import RunOptions
 from stagelaunch.core.stop_plan import StopPlan, stop_plan
 from stagelaunch.supervisor.admission import Admitted, devices_now, readmit
 from stagelaunch.supervisor.aftermath import memory_left, say_who_is_left
 from stagelaunch.supervisor.control import ControlServer, Handlers
 from stagelaunch.supervisor.endings import note_failure
+from stagelaunch.supervisor.own_run import sweep_strays
 from stagelaunch.supervisor.runtime import Runtime
 from stagelaunch.supervisor.status import status_body
 from stagelaunch.supervisor.supervisor import Hooks, Supervisor
+from stagelaunch.system import tree
 from stagelaunch.system.locks import LockDirectory, sweep
-from stagelaunch.system.process import describe
 
 STATUS_DRIVER_S = 5.0
 """How long `status` waits for the driver: less than its caller waits for `status`."""
+STRAYS_S = 2.0
+"""How long the kernel gets to remove what stages have left; the warden comes after."""
 WATCH_DEVICES_S = 30.0
 """How often the devices of a ready deployment are asked for; one that is lost twice in a row has failed."""
 
@@ -50,15 +54,6 @@ class Listener:
     """The control socket answers; stages are about to be spawned."""
     on_ready: Callable[[dict[str, Any]], None]
     """Every stage is ready; the status as of now."""
-
-
-@dataclass(frozen=True)
-class RunOptions:
-    """What the command line decides about a run."""
-
-    wait_for_memory_s: float | None = None
-    ci: bool = False
-    """A stop takes 4 s in all, whatever the config says."""
 
 
 class Session:
@@ -231,9 +226,11 @@ class Session:
     async def _leftovers(self, result: launch.LaunchResult) -> tuple[str, ...]:
         """Processes that survived KILL, and device memory that did not come back in time."""
         pids = self._supervisor.pids()
-        stuck = tuple(
-            f"stage {self._deployment.stage(i).name}: {describe(pids[i])} survived SIGKILL" for i in result.abandoned
-        )
+        stuck = [
+            f"stage {self._deployment.stage(i).name}: {tree.describe_pid(pids[i])} survived SIGKILL"
+            for i in result.abandoned
+        ]
+        stuck += await self._kill_strays(set(pids.values()))
         plan, driver_s = self._stop_plan, self._deployment.timeouts.driver_s
         missing = await memory_left(
             self._admitted.devices,
@@ -244,6 +241,15 @@ class Session:
             self._say,
         )
         return (*stuck, *missing)
+
+    async def _kill_strays(self, stages: set[int]) -> list[str]:
+        """Kill what stages have started and left; what cannot be killed, but for the stages themselves."""
+        swept = await asyncio.to_thread(sweep_strays, self._runtime.run, STRAYS_S)
+        stuck = [process for process in swept.left if process.pid not in stages]
+        for process in swept.killed:
+            if process not in stuck and process.pid not in stages:
+                self._say(f"left by a stage (pid {process.pid}, {process.name}): killed")
+        return [f"{tree.describe(process)} survived SIGKILL" for process in stuck]
 
 
 def dump_threads_on_quit(*, chain: bool) -> None:

@@ -12,18 +12,14 @@ import os
 import signal
 import socket
 from collections.abc import Callable
-from importlib import import_module
 from multiprocessing.context import SpawnProcess
 from pathlib import Path
 
 from stagelaunch.core import messages as m
+from stagelaunch.supervisor.own_run import OwnRun, StageFamily
+from stagelaunch.supervisor.worker_entry import enter_worker
 
 MAX_LINE_BYTES = 1 << 20
-
-
-def _enter_worker(run_file: str, stage_id: int, supervisor_pid: int, channel: socket.socket) -> None:
-    """First line of the child. By name, so that the supervisor never imports what a worker needs."""
-    import_module("stagelaunch.worker.main").run(run_file, stage_id, supervisor_pid, channel)
 
 
 class StageProcess:
@@ -36,6 +32,7 @@ class StageProcess:
         name: str,
         on_message: Callable[[m.Message], None],
         on_exit: Callable[[int], None],
+        run: OwnRun | None = None,
     ) -> None:
         self.stage_id = stage_id
         self.name = name
@@ -49,7 +46,7 @@ class StageProcess:
             # daemon=False: a stage may start children of its own. From the main thread: the parent-death signal is
             # tied to the thread that forks.
             self._process: SpawnProcess = multiprocessing.get_context("spawn").Process(
-                target=_enter_worker, args=(str(run_file), stage_id, os.getpid(), theirs), name=name, daemon=False
+                target=enter_worker, args=(str(run_file), stage_id, os.getpid(), theirs), name=name, daemon=False
             )
             self._process.start()
         assert self._process.pid is not None
@@ -62,6 +59,7 @@ class StageProcess:
             self._process.join()
             ours.close()
             raise
+        self._family = StageFamily.begin(self.pid, name, run)
         ours.setblocking(False)
         self._channel = ours
         self._loop.add_reader(ours, self._read)
@@ -82,9 +80,13 @@ class StageProcess:
         self._signal(signal.SIGQUIT)
 
     def kill(self) -> None:
-        """SIGKILL to the leader and to its whole process group."""
+        """SIGKILL to the leader and to all that it has started. Never waits.
+
+        Its tree first: a leader that is dead has none any more, and in the next look what it still forked is found.
+        """
+        self._family.kill(is_leader_ours=self._is_ours())
         self._signal(signal.SIGKILL)
-        self._kill_group()
+        self._family.kill(is_leader_ours=self._is_ours())
 
     def _signal(self, number: signal.Signals) -> None:
         # Once reaped its descriptor is closed, and the number may name something else.
@@ -92,12 +94,16 @@ class StageProcess:
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self._pidfd, number)
 
-    def _kill_group(self) -> None:
-        # Only while the leader is not reaped: until then its pid, and so the group's id, is nobody else's. (A later
-        # Process.start() may have reaped it.) A child that has not called setsid yet has no such group.
-        with contextlib.suppress(ChildProcessError, ProcessLookupError, PermissionError):
+    def _is_ours(self) -> bool:
+        """Whether the leader is not reaped: until then its pid, and so its group's and session's id, is nobody else's.
+
+        A later ``Process.start()`` may have reaped it.
+        """
+        try:
             os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-            os.killpg(self.pid, signal.SIGKILL)
+        except ChildProcessError:
+            return False
+        return True
 
     def _read(self) -> None:
         try:
@@ -123,13 +129,14 @@ class StageProcess:
     def _reap(self) -> None:
         self._loop.remove_reader(self._pidfd)
         self._drain()
-        self._kill_group()
+        self._family.kill(is_leader_ours=self._is_ours())
         code = self._process.exitcode
         assert code is not None, "the pidfd said the process is over"
         self._loop.remove_reader(self._channel)
         self._channel.close()
         os.close(self._pidfd)
         self._process.close()
+        self._family.end()
         self.ended.set()
         self._on_exit(code)
 

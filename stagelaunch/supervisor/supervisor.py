@@ -287,6 +287,7 @@ class Supervisor:
                 run.name,
                 lambda message: self._on_message(stage, message),
                 lambda code: self._on_exit(stage, code),
+                self._runtime.run,
             )
         except OSError as error:
             failure = stage.failure(type(error).__name__, f"cannot start its process: {error}", self._loop.time())

@@ -37,20 +37,6 @@ def start_time(pid: int) -> int | None:
     return int(stat[stat.rindex(b")") + 2 :].split()[19])
 
 
-_STATES = {"R": "running", "S": "sleeping", "D": "uninterruptible sleep", "T": "stopped", "t": "traced", "Z": "zombie"}
-
-
-def describe(pid: int) -> str:
-    """``pid 12 python (state D, uninterruptible sleep)``, for people."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text(errors="replace")
-    except (FileNotFoundError, ProcessLookupError):
-        return f"pid {pid} (gone)"
-    name, _, rest = stat.partition("(")[2].rpartition(")")
-    state = rest.split()[0]
-    return f"pid {pid} {name} (state {state}, {_STATES.get(state, 'unknown')})"
-
-
 def own_pids() -> tuple[int, ...]:
     """This process's pid, then its pids in the namespaces around, outermost first, as far as the kernel tells."""
     for line in Path("/proc/self/status").read_text().splitlines():

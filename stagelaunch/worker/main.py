@@ -20,6 +20,7 @@ from stagelaunch.core import messages as m
 from stagelaunch.core.phases import Phase
 from stagelaunch.core.run_spec import StageRun, run_from_json
 from stagelaunch.system.process import die_with_parent
+from stagelaunch.system.tree import STAGE_VARIABLE
 from stagelaunch.worker.reporter import Reporter
 
 if TYPE_CHECKING:
@@ -36,7 +37,8 @@ def run(run_file: str, stage_id: int, supervisor_pid: int, channel: socket.socke
     try:
         stage = run_from_json(Path(run_file).read_text(), stage_id)
         _redirect_output(stage.log_path)
-        os.environ.update(stage.env)
+        # Whatever it starts by exec carries its name; what it forks is known by its session.
+        os.environ.update({**stage.env, STAGE_VARIABLE: stage.name})
         _boot_and_serve(stage, reporter, channel)
     except BaseException as error:  # a worker has no caller: everything it can raise is the stage's failure
         reporter.failed(error)

@@ -41,7 +41,10 @@ def misbehave(kind: str) -> None:
         case "fork":
             leave_a_child_behind()
         case "session":
-            leave_a_child_behind(in_a_session_of_its_own=True)
+            leave_an_orphan_behind()
+            os._exit(5)
+        case "double":
+            leave_an_orphan_behind()
         case "oom":
             import torch
 
@@ -53,15 +56,28 @@ def misbehave(kind: str) -> None:
             raise AssertionError(f"unknown kind of fault: {kind}")
 
 
-def leave_a_child_behind(*, in_a_session_of_its_own: bool = False) -> None:
-    """Die with a child that ignores SIGTERM; its pid is said in the stage's log."""
+def leave_a_child_behind() -> None:
+    """Die with a child in the same process group that ignores SIGTERM; its pid is said in the stage's log."""
     said, say = os.pipe()
     if os.fork() == 0:
-        if in_a_session_of_its_own:
-            os.setsid()
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         os.write(2, f"left behind (pid {os.getpid()})\n".encode())
         os.write(say, b".")
         hang()
     os.read(said, 1)
     os._exit(5)
+
+
+def leave_an_orphan_behind() -> None:
+    """A grandchild that is nobody's child, in a session of its own, and ignores SIGTERM; its pid is in the log."""
+    said, say = os.pipe()
+    if (child := os.fork()) == 0:
+        os.setsid()
+        if os.fork() == 0:
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            os.write(2, f"left behind (pid {os.getpid()})\n".encode())
+            os.write(say, b".")
+            hang()
+        os._exit(0)
+    os.waitpid(child, 0)
+    os.read(said, 1)

@@ -38,6 +38,12 @@ class Waiting:
         self.process = site.start("up", str(site.write()), *options)
         self.said = ""
 
+    @property
+    def supervisor(self) -> int:
+        """As it has recorded itself; ``process`` is its warden."""
+        name = self.site.top["name"]
+        return int(json.loads((self.site.directory / "run" / name / "state.json").read_text())["pid"])
+
     def until(self, text: str) -> str:
         assert self.process.stderr is not None
         for line in self.process.stderr:
@@ -86,7 +92,7 @@ def claims_left(place: Path) -> list[str]:
 
 def test_what_a_booting_deployment_has_claimed_is_refused_to_others(first: Waiting, tmp_path: Path) -> None:
     (claim,) = read_claims(tmp_path / "locks", simulated_uuid(0), str(tmp_path / "devices"))
-    assert (claim.deployment, claim.pid) == ("first", first.process.pid)
+    assert (claim.deployment, claim.pid) == ("first", first.supervisor)
     run = json.loads((first.site.directory / "run" / "first" / "run.json").read_text())
     assert [stage["claim_id"] for stage in run] == [claim.claim_id]
 
@@ -96,14 +102,14 @@ def test_what_a_booting_deployment_has_claimed_is_refused_to_others(first: Waiti
     assert now["free_bytes"] > 700 * MIB
     assert now["claims"][0] | {"held_bytes": None} == {
         "deployment": "first",
-        "supervisor_pid": first.process.pid,
+        "supervisor_pid": first.supervisor,
         "claimed_bytes": claim.claimed_bytes,
         "held_bytes": None,
     }
     refused = second.up()
     assert (plan.code, refused.code) == (2, 2)
     for text in (plan.stderr, refused.stderr):
-        assert f"(deployment first (supervisor pid {first.process.pid}) claims 630.40 MiB and holds" in text
+        assert f"(deployment first (supervisor pid {first.supervisor}) claims 630.40 MiB and holds" in text
     state = json.loads((second.directory / "run" / "second" / "state.json").read_text())
     assert (state["state"], state["exit_code"]) == ("ended", 2)
 
@@ -134,7 +140,7 @@ def test_what_a_booting_deployment_has_claimed_is_refused_to_others(first: Waiti
 def test_waiting_for_memory_ends_when_the_other_goes(first: Waiting, tmp_path: Path, options: tuple[str, ...]) -> None:
     second = Waiting(site_at(tmp_path, "second", 0.6), "--wait-for-memory", "60s", *options)
     assert "does not fit now: waiting for device memory for up to 1m00s" in second.until("waiting for")
-    assert f"deployment first (supervisor pid {first.process.pid})" in second.until("claims")
+    assert f"deployment first (supervisor pid {first.supervisor})" in second.until("claims")
     assert first.end(signal.SIGINT).code == 130
     second.until("alpha (pid")
     assert second.process.stdout is not None
@@ -178,7 +184,7 @@ def test_status_and_down_know_a_deployment_that_waits(tmp_path: Path) -> None:
         second.until("free now")
         config = str(second.site.config)
         status = second.site.run("status", config)
-        assert (status.code, f"waiting for device memory (supervisor pid {second.process.pid})" in status.stdout) == (
+        assert (status.code, f"waiting for device memory (supervisor pid {second.supervisor})" in status.stdout) == (
             1,
             True,
         )
@@ -187,7 +193,7 @@ def test_status_and_down_know_a_deployment_that_waits(tmp_path: Path) -> None:
         probe = second.site.run("probe", config)
         assert (probe.code, "waits for device memory" in probe.stderr) == (1, True)
         again = second.site.up()
-        assert (again.code, f"supervisor pid {second.process.pid}" in again.stderr) == (75, True)
+        assert (again.code, f"supervisor pid {second.supervisor}" in again.stderr) == (75, True)
         down = second.site.run("down", config)
         assert down.code == 0, down.stderr
         assert second.end().code == 130
@@ -228,9 +234,9 @@ def test_a_deployment_that_waits_for_its_admission_is_seen_and_can_be_stopped(tm
         stack.callback(going.process.kill)
         going.until("working out the budget of alpha")
         status = site.run("status", str(site.config))
-        assert f"only: waiting for its admission (supervisor pid {going.process.pid})" in status.stdout
+        assert f"only: waiting for its admission (supervisor pid {going.supervisor})" in status.stdout
         second = site.run("up", str(site.config))
-        assert (second.code, f"supervisor pid {going.process.pid}" in second.stderr) == (75, True)
+        assert (second.code, f"supervisor pid {going.supervisor}" in second.stderr) == (75, True)
         assert site.run("down", str(site.config)).code == 0
         ran = going.end()
     assert ran.code == 130
