@@ -21,6 +21,7 @@ from stagelaunch.config_file import load_deployment
 from stagelaunch.core.inventory import DeviceInfo, SimulatedMachine
 from stagelaunch.devices.inventory import list_simulated_devices
 from stagelaunch.system.locks import holders
+from stagelaunch.system.tree import find_run
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
@@ -123,15 +124,21 @@ class Site:
         body: dict[str, Any] = json.loads((self.directory / "run" / "site" / "state.json").read_text())
         return body
 
-    def assert_nothing_left(self, ran: Ran, foreign: Mapping[int, int] = MappingProxyType({})) -> None:
+    def assert_nothing_left(
+        self, ran: Ran, foreign: Mapping[int, int] = MappingProxyType({}), *, supervisor_was_killed: bool = False
+    ) -> None:
         """No process of the boot lives, no device byte is held, no lock is held, no socket or record is left.
 
-        But for ``foreign`` bytes by device.
+        But for ``foreign`` bytes by device. Of a supervisor that was killed, files that nobody believes may be left.
         """
+        run_id = self.state().get("run_id")
+        assert run_id is None or all(is_gone(process.pid) for process in find_run(run_id))
         assert [pid for pid in ran.pids if not is_gone(pid)] == []
         for info in self.devices().values():
             assert (info.free_bytes, info.processes) == (info.total_bytes - foreign.get(info.index, 0), ())
             assert holders(self.directory / "locks", info.uuid) == ()
+        if supervisor_was_killed:
+            return
         assert {path.suffix for path in (self.directory / "locks").iterdir()} <= {".gate", ".data", ".lock"}
         assert not (self.directory / "run" / "site" / "control.sock").exists()
 
