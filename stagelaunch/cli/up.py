@@ -17,7 +17,7 @@ import click
 
 from stagelaunch.cli.machine import simulated_machine
 from stagelaunch.cli.pages import render_status
-from stagelaunch.cli.streams import discard
+from stagelaunch.cli.streams import discard, is_file, reopen_output, takes_more
 from stagelaunch.cli.target import Target, find_target
 from stagelaunch.core import failure
 from stagelaunch.core.errors import ExitCode, StagelaunchError, UsageError
@@ -39,10 +39,17 @@ _LONGEST_WAIT_S = 366 * 86400.0
     metavar="DURATION",
     help="If it does not fit beside what others hold or have claimed, wait so long (60s, 5m) for it to fit.",
 )
+@click.option("--quiet", is_flag=True, help="Do not show what the stages write to their logs.")
 @click.option("--runtime-dir", type=click.Path(path_type=Path), help="Where sockets and logs go.")
 @click.option("--notify-fd", type=int, hidden=True, help="Tell progress to this descriptor, one JSON object a line.")
 def up(
-    config: str, detach: bool, wait: bool, wait_text: str | None, runtime_dir: Path | None, notify_fd: int | None
+    config: str,
+    detach: bool,
+    wait: bool,
+    wait_text: str | None,
+    quiet: bool,
+    runtime_dir: Path | None,
+    notify_fd: int | None,
 ) -> int:
     """Boot every stage of the deployment in CONFIG, or none.
 
@@ -56,28 +63,34 @@ def up(
         raise UsageError(f"{config!r} is not a config file; `up` takes the path of a *.yaml or *.json file")
     if detach:
         return _detach(config, target, runtime_dir, wait, wait_text)
-    code = _foreground(target, None if notify_fd is None else os.fdopen(notify_fd, "w"), wait_s)
+    code = _foreground(target, None if notify_fd is None else os.fdopen(notify_fd, "w"), wait_s, quiet)
     # Not through the interpreter's exit: it would wait for children that could not be killed.
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
 
 
-def parse_wait(text: str) -> float:
-    """Seconds of a ``--wait-for-memory``. UsageError for what is no duration, or no end in sight."""
+def parse_wait(text: str, option: str = "--wait-for-memory") -> float:
+    """Seconds of an option that says how long to wait. UsageError for what is no duration, or no end in sight."""
     try:
         wait_s = parse_duration(text)
     except (ValueError, OverflowError) as error:
-        raise UsageError(f"cannot read --wait-for-memory {text!r}: {error}; write 60s, or 5m") from None
+        raise UsageError(f"cannot read {option} {text!r}: {error}; write 60s, or 5m") from None
     if wait_s > _LONGEST_WAIT_S:
-        raise UsageError(f"cannot read --wait-for-memory {text!r}: longer than a year; write 60s, or 5m")
+        raise UsageError(f"cannot read {option} {text!r}: longer than a year; write 60s, or 5m")
     return wait_s
 
 
-def _foreground(target: Target, notify: IO[str] | None, wait_s: float | None) -> int:
+def _foreground(target: Target, notify: IO[str] | None, wait_s: float | None, quiet: bool) -> int:
     loaded = target.loaded
     assert loaded is not None
-    voice = _Voice(notify)
+    own_log = target.runtime.supervisor_log if is_file(2, target.runtime.supervisor_log) else None
+    voice = _Voice(notify, own_log, shows_stages=not quiet and own_log is None)
+    # From a log rotation that comes too early or too late for the loop: nothing to be killed by.
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    if own_log is not None:
+        now = time.strftime("%Y-%m-%dT%H:%M:%S%z")
+        voice.print(f"---- {now} supervisor pid {os.getpid()}, config {loaded.path} ----", err=True)
     try:
         machine = simulated_machine(loaded)
         outcome = asyncio.run(run_deployment(loaded, machine, target.runtime, voice.listener(), wait_s))
@@ -106,15 +119,18 @@ def _ending(name: str, outcome: Outcome) -> str:
 class _Voice:
     """Tells people (stderr), the page (stdout) and, when detached, whoever waits (a descriptor)."""
 
-    def __init__(self, notify: IO[str] | None) -> None:
+    def __init__(self, notify: IO[str] | None, own_log: Path | None, *, shows_stages: bool) -> None:
         self._notify = notify
+        self._own_log = own_log
+        self._shows_stages = shows_stages
         self._lost: set[bool] = set()
         """Streams that could not be written: True for stderr, False for stdout."""
         self._began_s = time.monotonic()
 
     def listener(self) -> Listener:
         """What the deployment tells."""
-        return Listener(self._say, lambda: self._tell(started=True), self._ready)
+        show = self._show if self._shows_stages else None
+        return Listener(self._say, lambda: self._tell(started=True), self._ready, show, self._reopen)
 
     def ended(self, code: int, text: str) -> None:
         """The last thing said."""
@@ -136,6 +152,18 @@ class _Voice:
         line = f"[{format_duration(time.monotonic() - self._began_s):>7}] {text}"
         self.print(line, err=True)
         self._tell(line=line)
+
+    def _show(self, line: str) -> bool:
+        """A stage's line is worth no wait for a terminal or a pipe that takes nothing; False: try again later."""
+        if True not in self._lost and not takes_more(sys.stderr):
+            return False
+        self.print(line, err=True)
+        return True
+
+    def _reopen(self) -> None:
+        if self._own_log is not None:
+            with contextlib.suppress(OSError):
+                reopen_output(self._own_log)
 
     def _ready(self, body: dict[str, Any]) -> None:
         self.print(render_status(body))

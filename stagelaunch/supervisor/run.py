@@ -11,11 +11,14 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
 
+from filelock import FileLock
+
 from stagelaunch.config_file import LoadedDeployment
 from stagelaunch.core import failure, launch
 from stagelaunch.core.board import Timeouts
 from stagelaunch.core.config import Deployment
-from stagelaunch.core.errors import ExitCode, NoDeviceError, StagelaunchError
+from stagelaunch.core.errors import ExitCode, LockDirectoryError, NoDeviceError, StagelaunchError
+from stagelaunch.core.events import EventKind, News
 from stagelaunch.core.failure import StageFailure
 from stagelaunch.core.groups import init_groups
 from stagelaunch.core.inventory import DeviceInfo, SimulatedMachine
@@ -23,10 +26,13 @@ from stagelaunch.core.outcome import Outcome, memory_leftovers
 from stagelaunch.core.run_spec import runs_to_json
 from stagelaunch.core.units import format_size
 from stagelaunch.supervisor import corrections
-from stagelaunch.supervisor.admission import Admitted, admit, devices_now
+from stagelaunch.supervisor.admission import Admitted, admit, devices_now, refuse_if_claimed
 from stagelaunch.supervisor.control import ControlServer, Handlers
+from stagelaunch.supervisor.events import EventLog
+from stagelaunch.supervisor.keeper import Keeper
+from stagelaunch.supervisor.logs import StageLogs
 from stagelaunch.supervisor.runtime import Runtime, writable, write_atomically
-from stagelaunch.supervisor.status import status_body
+from stagelaunch.supervisor.status import deployment_state, health_body, status_body
 from stagelaunch.supervisor.supervisor import KILL_WAIT_S, Supervisor
 from stagelaunch.supervisor.waiting import Patience
 from stagelaunch.system.locks import LockDirectory, sweep
@@ -48,6 +54,10 @@ class Listener:
     """The control socket answers; stages are about to be spawned."""
     on_ready: Callable[[dict[str, Any]], None]
     """Every stage is ready; the status as of now."""
+    show: Callable[[str], bool] | None = None
+    """One line of a stage's log, for people; False when it would have to wait. None: they are not shown."""
+    reopen: Callable[[], None] = lambda: None
+    """Open anew by its name whatever log what is said goes to (SIGUSR1)."""
 
 
 async def run_deployment(
@@ -62,8 +72,14 @@ async def run_deployment(
     Until then a signal that would stop it ends it with CancelledError (Ctrl-C may also be KeyboardInterrupt).
     """
     runtime.create()
-    with runtime.claim(), ExitStack() as held:
+    with runtime.claim() as lock, ExitStack() as held:
         _cancel_on_signals()
+        asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, listener.reopen)
+        # What cannot be read there is said when it is needed.
+        with contextlib.suppress(LockDirectoryError):
+            refuse_if_claimed(loaded.lock_dir, loaded.deployment.name, runtime)
+        happened = EventLog()
+        happened.add(News(EventKind.ADMITTING))
         try:
             with writable(runtime.directory):
                 runtime.write_state("admitting", config=str(loaded.path))
@@ -80,7 +96,7 @@ async def run_deployment(
             raise
         outcome = None
         try:
-            outcome = await _Session(admitted, runtime, lock_dir, listener).run()
+            outcome = await _Session(admitted, runtime, lock, lock_dir, listener, happened).run()
         finally:
             _note_ending(runtime, **_ending(outcome))
         return outcome
@@ -141,19 +157,25 @@ class _Session:
         self,
         admitted: Admitted,
         runtime: Runtime,
+        lock: FileLock,
         lock_dir: LockDirectory,
         listener: Listener,
+        happened: EventLog,
     ) -> None:
         self._deployment = deployment = admitted.deployment
         self._admitted = admitted
         self._runtime = runtime
         self._lock_dir = lock_dir
+        self._lock = lock
         self._listener = listener
+        self._events = happened
         self._interrupted = False
         self._tasks: set[asyncio.Task[None]] = set()
         self._supervisor = Supervisor(
-            admitted.runs, _policy(deployment), _timeouts(deployment), runtime, listener.say, self._ready
+            admitted.runs, _policy(deployment), _timeouts(deployment), runtime, listener.say, self._ready, happened.add
         )
+        paths = {run.stage_id: (run.name, run.log_path) for run in admitted.runs}
+        self._logs = StageLogs(paths, deployment.logs, self._supervisor.tell, listener.say, listener.show)
 
     async def run(self) -> Outcome:
         """Boot and watch until every stage is over, then look for what is left."""
@@ -162,13 +184,25 @@ class _Session:
         await asyncio.sleep(0)
         server = ControlServer(self._runtime, self._handlers())
         await server.start()
+        keeper = Keeper(self._runtime, self._lock, server, self._listener.say, self._restore_files)
+        keeper.start()
+        self._logs.start()
+        outcome = None
         try:
+            self._events.add(News(EventKind.BOOTING))
             self._listener.on_started()
             result = await self._supervisor.run()
-            leftovers = await self._leftovers(result)
+            outcome = self._outcome(result, await self._leftovers(result))
         finally:
             self._sweep_locks()
+            await keeper.close()
+            await self._logs.close()
+            self._events.add(News(EventKind.ENDED, more=_ending(outcome)))
+            self._events.close()
             await server.close()
+        return outcome
+
+    def _outcome(self, result: launch.LaunchResult, leftovers: tuple[str, ...]) -> Outcome:
         return Outcome(
             first=_story(result.first_failure),
             consequences=tuple(story for f in result.consequences if (story := _story(f)) is not None),
@@ -176,6 +210,17 @@ class _Session:
             interrupted=self._interrupted,
             leftovers=leftovers,
         )
+
+    def _restore_files(self) -> None:
+        """The runtime directory is a new, empty one: what commands and stages look for there."""
+        write_atomically(self._runtime.run_file, runs_to_json(self._supervisor.runs()))
+        self._runtime.write_state(deployment_state(self._supervisor))
+        self._logs.reopen()
+        self._listener.reopen()
+
+    def _reopen_logs(self) -> None:
+        self._listener.reopen()
+        self._logs.reopen()
 
     def _sweep_locks(self) -> None:
         """A killed stage leaves its record beside the device lock; the lock itself went with it."""
@@ -189,12 +234,16 @@ class _Session:
             down=lambda now: self._supervisor.request_stop("asked by `stagelaunch down`", again=False, now=now),
             ready_stages=self._ready_stages,
             probe=self._supervisor.probe,
+            health=lambda: health_body(self._deployment, self._supervisor, time.monotonic()),
+            events=self._events,
+            logs={run.name: run.log_path for run in self._admitted.runs},
         )
 
     def _listen_to_signals(self) -> None:
         loop = asyncio.get_running_loop()
         loop.add_signal_handler(signal.SIGTERM, self._supervisor.request_stop, "SIGTERM")
         loop.add_signal_handler(signal.SIGINT, self._interrupt)
+        loop.add_signal_handler(signal.SIGUSR1, self._reopen_logs)
         if signal.SIGHUP in _stop_signals():
             loop.add_signal_handler(signal.SIGHUP, self._supervisor.request_stop, "its terminal was closed (SIGHUP)")
 

@@ -14,10 +14,11 @@ from dataclasses import dataclass, field, replace
 from signal import SIGKILL, SIGTERM
 from typing import Any
 
-from stagelaunch.core import board, launch
+from stagelaunch.core import board, events, launch
 from stagelaunch.core import messages as m
 from stagelaunch.core.board import StageView, Timeouts
 from stagelaunch.core.errors import ExitCode
+from stagelaunch.core.events import EventKind, News
 from stagelaunch.core.failure import StageFailure, exited
 from stagelaunch.core.launch import LaunchResult, LaunchState
 from stagelaunch.core.ledger import correction_bytes
@@ -47,7 +48,7 @@ class _Stage:
     deadline: asyncio.TimerHandle | None = None
     probes: dict[int, asyncio.Future[m.Probed]] = field(default_factory=dict)
     told_failure: bool = False
-    log_begins: int = 0
+    log_begins: log_file.Mark = field(default_factory=dict)
     """Where this run begins in the stage's log, which earlier runs have written to."""
     past_pids: set[int] = field(default_factory=set)
     """Its processes before the present one: it was started again."""
@@ -64,6 +65,7 @@ class Supervisor:
         runtime: Runtime,
         say: Callable[[str], None],
         on_ready: Callable[[], None],
+        on_event: Callable[[News], None] = lambda _: None,
     ) -> None:
         self._loop = asyncio.get_running_loop()
         self._stages = {run.stage_id: _Stage(run) for run in runs}
@@ -71,6 +73,7 @@ class Supervisor:
         self._runtime = runtime
         self._say = say
         self._on_ready = on_ready
+        self._on_event = on_event
         self._state: LaunchState = launch.initial_state(policy)
         self._finished: asyncio.Future[LaunchResult] = self._loop.create_future()
         self._wake: asyncio.TimerHandle | None = None
@@ -132,6 +135,16 @@ class Supervisor:
         """The process of each stage that was started."""
         return {i: stage.process.pid for i, stage in self._stages.items() if stage.process is not None}
 
+    def runs(self) -> tuple[StageRun, ...]:
+        """What the stages' processes are told, as of now."""
+        return tuple(stage.run for stage in self._stages.values())
+
+    def tell(self, stage_id: int, message: m.Message) -> None:
+        """Send the stage's process a message, if it has one."""
+        process = self._stages[stage_id].process
+        if process is not None:
+            process.send(message)
+
     def gone_pids(self) -> set[int]:
         """The processes that were started and are dead."""
         started = (stage.process for stage in self._stages.values() if stage.process is not None)
@@ -151,11 +164,14 @@ class Supervisor:
             del stage.probes[request_id]
 
     def _dispatch(self, event: launch.Event) -> None:
-        self._state, commands = launch.step(self._state, event)
+        was, (self._state, commands) = self._state.mode, launch.step(self._state, event)
+        if self._state.mode is launch.Mode.STOPPING and was is not launch.Mode.STOPPING:
+            self._on_event(News(EventKind.STOPPING, more={"reason": self._why_stopping()}))
         for command in commands:
             self._perform(command)
         if self._state.is_ready and self.ready_at_s is None:
             self.ready_at_s = self._loop.time()
+            self._on_event(News(EventKind.READY, more={"boot_s": self.ready_at_s - self.began_s}))
             self._on_ready()
 
     def _perform(self, command: launch.Command) -> None:
@@ -188,7 +204,7 @@ class Supervisor:
             stage.past_pids.add(stage.process.pid)
         stage.process, stage.told_failure = None, False
         stage.view = board.spawned(run.stage_id, run.name, self._loop.time())
-        stage.log_begins = log_file.size(run.log_path)
+        stage.log_begins = log_file.mark(run.log_path)
         try:
             stage.process = StageProcess(
                 self._runtime.run_file,
@@ -204,6 +220,7 @@ class Supervisor:
             )
             return
         self._say_of(stage, f"started on device {run.device_index}")
+        self._tell_of(stage, EventKind.STARTED, device=run.device_index)
         self._rearm(stage)
 
     def _on_message(self, stage: _Stage, message: m.Message) -> None:
@@ -227,6 +244,9 @@ class Supervisor:
                 stage.view = board.apply(before, message)
                 for line in narrate(before, stage.view, message):
                     self._say_of(stage, line)
+                pid = None if stage.process is None else stage.process.pid
+                for news in events.of_message(before, stage.view, message, pid):
+                    self._on_event(news)
                 self._rearm(stage)
         if isinstance(message, m.Ready):
             self._dispatch(launch.StageReady(stage_id, self._loop.time()))
@@ -242,6 +262,8 @@ class Supervisor:
             self._say_of(stage, f"failed in {message.phase}: {message.text}")
             less = ", with less KV cache" if message.overshoot_bytes else ""
             self._say_of(stage, f"is started once more in a fresh process{less}")
+            self._on_event(events.of_failure(failure))
+            self._tell_of(stage, EventKind.RESTARTING, reason=failure.summary)
             found = self._as_first(stage, failure)
             self._dispatch(launch.StageNeedsRetry(stage.run.stage_id, found, self._loop.time()))
             return
@@ -272,6 +294,7 @@ class Supervisor:
 
     def _fail(self, stage: _Stage, failure: StageFailure) -> None:
         self._say_of(stage, f"FAILED in {failure.phase}: {failure.summary}")
+        self._on_event(events.of_failure(failure))
         self._cancel_deadline(stage)
         now_s = self._loop.time()
         self._dispatch(launch.StageFailed(stage.run.stage_id, self._as_first(stage, failure), now_s))
@@ -289,8 +312,10 @@ class Supervisor:
         as_asked = stage.view.phase is Phase.STOP and -code in (0, SIGTERM, SIGKILL)
         failure = None
         if not stage.told_failure and not as_asked:
-            failure = self._as_first(stage, self._failure(stage, *exited(code, signal)))
+            failure = self._as_first(stage, story := self._failure(stage, *exited(code, signal)))
+            self._on_event(events.of_failure(story))
         self._say_of(stage, f"ended ({signal or f'exit code {code}'})")
+        self._tell_of(stage, EventKind.ENDED, exit_code=None if signal else code, signal=signal)
         self._dispatch(launch.StageEnded(stage.run.stage_id, failure, self._loop.time()))
 
     def _failure(
@@ -354,8 +379,19 @@ class Supervisor:
         text = f"boot not finished after {self._timeouts.boot_s:g}s (boot deadline); waited for {missing}"
         failure = StageFailure(None, None, "deadline", text, self._timeouts.boot_s, ExitCode.BOOT_DEADLINE)
         self._say(f"FAILED: {text}")
+        self._on_event(events.of_failure(failure))
         now_s = self._loop.time()
         self._dispatch(launch.DeadlineExpired(launch.Failure(None, failure, now_s), now_s))
+
+    def _why_stopping(self) -> str:
+        first = self._state.first_failure
+        if first is None:
+            return str(self._state.stop_reason)
+        return first.cause.headline() if isinstance(first.cause, StageFailure) else str(first.cause)
+
+    def _tell_of(self, stage: _Stage, kind: EventKind, **more: Any) -> None:
+        pid = None if stage.process is None else stage.process.pid
+        self._on_event(News(kind, stage.run.name, pid, more))
 
     def _say_of(self, stage: _Stage, text: str) -> None:
         pid = "" if stage.process is None else f" (pid {stage.process.pid})"
