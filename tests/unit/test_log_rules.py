@@ -84,6 +84,19 @@ def test_the_last_lines_of_a_long_log(tmp_path: Path, lines: int) -> None:
     assert Follower(log, lines).finish() == last
 
 
+def test_what_is_written_to_a_log_just_put_aside_is_still_followed(tmp_path: Path) -> None:
+    log = tmp_path / "a.log"
+    with log.open("wb", buffering=0) as old:
+        follower = Follower(log)
+        put_aside(log, 0)
+        log.touch()
+        follower.poll()
+        follower.poll()
+        old.write(b"late\n")
+        assert follower.poll() == [b"late"]
+    follower.close()
+
+
 def test_a_follower_that_is_far_behind_leaves_lines_out_and_says_so(tmp_path: Path) -> None:
     log = tmp_path / "a.log"
     follower = Follower(log, backlog_bytes=1 << 17)
