@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import select
 import sys
+from pathlib import Path
 from typing import IO
 
 
@@ -26,3 +28,27 @@ def discard(stream: IO[str]) -> None:
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, stream.fileno())
     os.close(null)
+
+
+def is_file(fd: int, path: Path) -> bool:
+    """Whether the descriptor is of the file at ``path``."""
+    try:
+        return os.path.samestat(os.fstat(fd), path.stat())
+    except OSError:
+        return False
+
+
+def reopen_output(path: Path) -> None:
+    """Go on with stdout and stderr in a file of this name, made anew if need be. OSError leaves them as they are."""
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+        os.dup2(fd, stream.fileno())
+    os.close(fd)
+
+
+def takes_more(stream: IO[str]) -> bool:
+    """Whether a write of at most 4096 bytes returns at once, also with an error. A file always does."""
+    poll = select.poll()
+    poll.register(stream.fileno(), select.POLLOUT)
+    return bool(poll.poll(0))

@@ -19,7 +19,7 @@ import click
 from stagelaunch.cli.become_warden import become_warden, same_arguments
 from stagelaunch.cli.machine import simulated_machine
 from stagelaunch.cli.pages import render_status
-from stagelaunch.cli.streams import discard
+from stagelaunch.cli.streams import discard, is_file, reopen_output, takes_more
 from stagelaunch.cli.target import Target, find_target
 from stagelaunch.core import failure
 from stagelaunch.core.errors import ExitCode, StagelaunchError, UsageError
@@ -91,7 +91,7 @@ def up(
     if run_id is not None:
         target = replace(target, runtime=replace(target.runtime, run=OwnRun.under(warden, run_id, cgroup)))
     code = _foreground(
-        target, None if notify_fd is None else os.fdopen(notify_fd, "w"), RunOptions(wait_s, ci, manager)
+        target, None if notify_fd is None else os.fdopen(notify_fd, "w"), RunOptions(wait_s, ci, quiet, manager)
     )
     # Not through the interpreter's exit: it would wait for children that could not be killed.
     sys.stdout.flush()
@@ -99,25 +99,31 @@ def up(
     os._exit(code)
 
 
-def parse_wait(text: str) -> float:
-    """Seconds of a ``--wait-for-memory``. UsageError for what is no duration, or no end in sight."""
+def parse_wait(text: str, option: str = "--wait-for-memory") -> float:
+    """Seconds of an option that says how long to wait. UsageError for what is no duration, or no end in sight."""
     try:
         wait_s = parse_duration(text)
     except (ValueError, OverflowError) as error:
-        raise UsageError(f"cannot read --wait-for-memory {text!r}: {error}; write 60s, or 5m") from None
+        raise UsageError(f"cannot read {option} {text!r}: {error}; write 60s, or 5m") from None
     if wait_s > _LONGEST_WAIT_S:
-        raise UsageError(f"cannot read --wait-for-memory {text!r}: longer than a year; write 60s, or 5m")
+        raise UsageError(f"cannot read {option} {text!r}: longer than a year; write 60s, or 5m")
     return wait_s
 
 
 def _foreground(target: Target, notify: IO[str] | None, options: RunOptions) -> int:
-    loaded = target.loaded
-    assert loaded is not None
-    voice = _Voice(notify)
     # Here only: its imports take as long as all others together, and the process that becomes the warden has no use
     # for them.
     from stagelaunch.supervisor.run import run_deployment
 
+    loaded = target.loaded
+    assert loaded is not None
+    own_log = target.runtime.supervisor_log if is_file(2, target.runtime.supervisor_log) else None
+    voice = _Voice(notify, own_log, shows_stages=not options.quiet and own_log is None)
+    # From a log rotation that comes too early or too late for the loop: nothing to be killed by.
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    if own_log is not None:
+        now = time.strftime("%Y-%m-%dT%H:%M:%S%z")
+        voice.print(f"---- {now} supervisor pid {os.getpid()}, config {loaded.path} ----", err=True)
     try:
         machine = simulated_machine(loaded)
         outcome = asyncio.run(run_deployment(loaded, machine, target.runtime, voice.listener(), options))
@@ -146,8 +152,10 @@ def _ending(name: str, outcome: Outcome) -> str:
 class _Voice:
     """Tells people (stderr), the page (stdout) and, when detached, whoever waits (a descriptor)."""
 
-    def __init__(self, notify: IO[str] | None) -> None:
+    def __init__(self, notify: IO[str] | None, own_log: Path | None, *, shows_stages: bool) -> None:
         self._notify = notify
+        self._own_log = own_log
+        self._shows_stages = shows_stages
         self._lost: set[bool] = set()
         """Streams that could not be written: True for stderr, False for stdout."""
         self._began_s = time.monotonic()
@@ -156,7 +164,8 @@ class _Voice:
         """What the deployment tells."""
         from stagelaunch.supervisor.run import Listener
 
-        return Listener(self._say, lambda: self._tell(started=True), self._ready)
+        show = self._show if self._shows_stages else None
+        return Listener(self._say, lambda: self._tell(started=True), self._ready, show, self._reopen)
 
     def ended(self, code: int, text: str) -> None:
         """The last thing said."""
@@ -178,6 +187,18 @@ class _Voice:
         line = f"[{format_duration(time.monotonic() - self._began_s):>7}] {text}"
         self.print(line, err=True)
         self._tell(line=line)
+
+    def _show(self, line: str) -> bool:
+        """A stage's line is worth no wait for a terminal or a pipe that takes nothing; False: try again later."""
+        if True not in self._lost and not takes_more(sys.stderr):
+            return False
+        self.print(line, err=True)
+        return True
+
+    def _reopen(self) -> None:
+        if self._own_log is not None:
+            with contextlib.suppress(OSError):
+                reopen_output(self._own_log)
 
     def _ready(self, body: dict[str, Any]) -> None:
         self.print(render_status(body))

@@ -134,6 +134,13 @@ class ReopenLog:
 
 
 @dataclass(frozen=True)
+class LogLost:
+    """The worker's log file cannot be opened; ``text`` says why and where its output goes now. Said once."""
+
+    text: str
+
+
+@dataclass(frozen=True)
 class Stop:
     """Supervisor to worker: let go of the device and leave."""
 
@@ -153,6 +160,7 @@ Message = (
     | Ping
     | Pong
     | ReopenLog
+    | LogLost
 )
 
 _KINDS: dict[str, type[Any]] = {kind.__name__: kind for kind in Message.__args__}

@@ -23,6 +23,8 @@ def narrate(before: StageView, after: StageView, message: m.Message) -> tuple[st
             return (f"sized: {kv} in a budget of {format_size(ledger.budget.size_bytes)}",)
         case m.Ready(at_s):
             return (f"{before.phase} -> ready{_took(after)}, {format_duration(at_s - after.spawned_s)} in all",)
+        case m.LogLost(text):
+            return (text,)
         case _:
             return ()
 

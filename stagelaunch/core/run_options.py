@@ -23,4 +23,6 @@ class RunOptions:
     """How long to wait until it fits; None: not at all."""
     ci: bool = False
     """A stop takes 4 s in all, whatever the config says."""
+    quiet: bool = False
+    """What the stages write to their logs is not shown."""
     service_manager: ServiceManager = ServiceManager()

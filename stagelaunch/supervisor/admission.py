@@ -17,7 +17,7 @@ from stagelaunch.core.claims import Claim, unattributed_bytes
 from stagelaunch.core.config import Deployment, Stage
 from stagelaunch.core.config_rules import ENGINE_QWEN3_OMNI
 from stagelaunch.core.engine_spec import spec_of
-from stagelaunch.core.errors import ConfigError, DoesNotFitNowError, Fault, NoDeviceError
+from stagelaunch.core.errors import AlreadyRunningError, ConfigError, DoesNotFitNowError, Fault, NoDeviceError
 from stagelaunch.core.identity import same_devices
 from stagelaunch.core.inventory import DeviceInfo, SimulatedMachine, machine_name
 from stagelaunch.core.need import NO_NEEDS
@@ -27,7 +27,7 @@ from stagelaunch.devices.query import query_devices
 from stagelaunch.supervisor.forecast import FORECAST_TIMEOUT_S, ask_needs, forecasts_of, need_requests
 from stagelaunch.supervisor.runtime import Runtime
 from stagelaunch.supervisor.waiting import POLL_S, Patience, with_patience
-from stagelaunch.system.claims import Share, admission_mutex, hold_claims, new_claim_id, read_claims
+from stagelaunch.system.claims import Share, admission_mutex, claiming_pid, hold_claims, new_claim_id, read_claims
 from stagelaunch.system.locks import LockDirectory
 from stagelaunch.weights.index import read_index
 from stagelaunch.weights.validate import require_data, validate
@@ -57,7 +57,8 @@ async def admit(
 
     The claim on its devices is made with that and is on ``held``, to be let go of when their memory is back. With
     ``patience`` a plan that does not fit now is tried again. Raises ConfigError, CheckpointError, NoDeviceError,
-    NeverFitsError, DoesNotFitNowError, AdmissionTimeoutError, LockTimeoutError or LockDirectoryError.
+    NeverFitsError, DoesNotFitNowError, AdmissionTimeoutError, LockTimeoutError, LockDirectoryError or
+    AlreadyRunningError.
     """
     _refuse_several_devices(loaded)
     weights = await asyncio.to_thread(check_checkpoint, loaded)
@@ -84,6 +85,7 @@ async def _admit_now(
 ) -> Admitted:
     """Read what is free and claimed, decide, claim; under the admission mutex."""
     written = loaded.deployment
+    refuse_if_claimed(lock_dir, written.name, runtime)
     inventory = await query_devices(written.backend, machine, written.timeouts.driver_s)
     resolved = loaded.resolve(inventory, os.environ)
     deployment = written.on_devices(resolved.numbers)
@@ -94,7 +96,8 @@ async def _admit_now(
         raise error
     claim_id = new_claim_id()
     shares = _shares(plan, devices, claims)
-    held.enter_context(hold_claims(lock_dir, claim_id, deployment.name, shares, machine_name(machine)))
+    machine_text = machine_name(machine)
+    held.enter_context(hold_claims(lock_dir, claim_id, deployment.name, shares, machine_text, runtime.identity))
     runs = tuple(
         _stage_run(loaded, stage, devices, machine, runtime, claim_id, plan.auto_budget_bytes(stage))
         for stage in deployment.stages
@@ -150,6 +153,19 @@ def _shares(plan: Plan, devices: Mapping[int, DeviceInfo], claims: Mapping[int, 
         )
         for index, info in devices.items()
     }
+
+
+def refuse_if_claimed(lock_dir: os.PathLike[str], deployment: str, runtime: Runtime) -> None:
+    """AlreadyRunningError when a supervisor of this very deployment lives that has lost its runtime directory.
+
+    With the directory its lock was deleted, so that a second start gets a lock of its own.
+    """
+    pid = claiming_pid(lock_dir, deployment, runtime.identity)
+    if pid is not None:
+        raise AlreadyRunningError(
+            f"cannot start deployment {deployment}: it is running already (supervisor pid {pid}), although "
+            f"{runtime.directory} was deleted; stop it with `stagelaunch down {runtime.argument}`"
+        )
 
 
 def check_checkpoint(loaded: LoadedDeployment) -> dict[int, int]:

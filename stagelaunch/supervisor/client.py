@@ -6,6 +6,8 @@ import http.client
 import json
 import os
 import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from stagelaunch.core.errors import ControlError, NotRunningError
@@ -33,12 +35,49 @@ class _UnixConnection(http.client.HTTPConnection):
 def request(runtime: Runtime, method: str, path: str, timeout_s: float = 10.0) -> dict[str, Any]:
     """The JSON answer of the deployment's supervisor. NotRunningError when there is none, ControlError when it does
     not give one."""
+    status, body = exchange(runtime, method, path, timeout_s)
     name = runtime.directory.name
-    connection = _UnixConnection(runtime, timeout_s)
-    try:
+    if status == http.HTTPStatus.SERVICE_UNAVAILABLE:
+        raise ControlError(f"deployment {name} runs, but cannot answer: {body.get('error')}")
+    if status in _REFUSED:
+        raise ControlError(f"deployment {name} runs, but refuses: {body.get('error')}")
+    return body
+
+
+_REFUSED = (http.HTTPStatus.FORBIDDEN, http.HTTPStatus.METHOD_NOT_ALLOWED, http.HTTPStatus.NOT_IMPLEMENTED)
+
+
+def exchange(runtime: Runtime, method: str, path: str, timeout_s: float = 10.0) -> tuple[int, dict[str, Any]]:
+    """Status and JSON body of an answer, whatever the status. Raises as ``request``."""
+    with _connected(runtime, timeout_s) as connection:
         connection.request(method, path)
         response = connection.getresponse()
         body: dict[str, Any] = json.loads(response.read())
+        return response.status, body
+
+
+def stream(runtime: Runtime, path: str, timeout_s: float = 10.0) -> Iterator[dict[str, Any]]:
+    """The records of an answer of one JSON object a line, each when it comes. Raises as ``request``.
+
+    ``timeout_s`` is for the beginning of the answer; between records there is no limit.
+    """
+    with _connected(runtime, timeout_s) as connection:
+        connection.request("GET", path)
+        response = connection.getresponse()
+        if response.status != http.HTTPStatus.OK:
+            raise ControlError(f"deployment {runtime.directory.name} refuses: {json.loads(response.read())['error']}")
+        connection.sock.settimeout(None)
+        while line := response.readline():
+            yield json.loads(line)
+
+
+@contextmanager
+def _connected(runtime: Runtime, timeout_s: float) -> Iterator[_UnixConnection]:
+    """A connection for one request; what goes wrong in the body is said as what it means."""
+    name = runtime.directory.name
+    connection = _UnixConnection(runtime, timeout_s)
+    try:
+        yield connection
     except (FileNotFoundError, NotADirectoryError, ConnectionRefusedError) as error:
         if (waits_for := runtime.waits_for) is not None:
             raise NotRunningError(
@@ -58,6 +97,3 @@ def request(runtime: Runtime, method: str, path: str, timeout_s: float = 10.0) -
         raise ControlError(f"cannot talk to deployment {name}: {error!r}; it may be ending, try again") from error
     finally:
         connection.close()
-    if response.status == http.HTTPStatus.SERVICE_UNAVAILABLE:
-        raise ControlError(f"deployment {name} runs, but cannot answer: {body.get('error')}")
-    return body

@@ -2,23 +2,31 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 import math
 import os
 import socket
 import struct
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from contextlib import aclosing
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 from aiohttp import web
 
 from stagelaunch.core import messages as m
 from stagelaunch.core.errors import StagelaunchError
+from stagelaunch.supervisor.events import EventLog
+from stagelaunch.supervisor.logs import follow_logs
 from stagelaunch.supervisor.runtime import Runtime
 
 API_VERSION = 1
 SHUTDOWN_S = 1.0
 """How long an unfinished request may hold up the end."""
+LOG_LINES = 100
+"""How many lines of each log are given where the request does not say."""
 _PEERCRED = struct.Struct("3i")
 
 
@@ -32,6 +40,13 @@ class Handlers:
     ready_stages: Callable[[], dict[str, int]]
     """Name -> id of the stages that answer probes now."""
     probe: Callable[[int], Awaitable[m.Probed]]
+    health: Callable[[], dict[str, Any]]
+    """``status.health_body``: state, phase of each stage, ``healthy`` and ``ready``. Asks no driver."""
+    events: EventLog
+    logs: Mapping[str, Path]
+    """The log of each stage, by name."""
+    restart: Callable[[str], str | None] | None = None
+    """Start a stage again, by name; the answer says why that cannot be, None: it has begun."""
 
 
 class ControlServer:
@@ -40,30 +55,99 @@ class ControlServer:
     def __init__(self, runtime: Runtime, handlers: Handlers) -> None:
         self._runtime = runtime
         self._handlers = handlers
-        app = web.Application(middlewares=[_same_user_only])
+        self._closing = asyncio.Event()
+        self._site: web.SockSite | None = None
+        self._bound: os.stat_result | None = None
+        app = web.Application(middlewares=[_same_user_only, _errors_as_json])
         app.router.add_get("/v1/status", self._status)
+        app.router.add_get("/v1/events", self._events)
+        app.router.add_get("/v1/logs", self._logs)
+        for prefix, suffix in (("/v1/", ""), ("/", "z")):
+            app.router.add_get(f"{prefix}health{suffix}", self._health)
+            app.router.add_get(f"{prefix}ready{suffix}", self._ready)
         app.router.add_post("/v1/down", self._down)
         app.router.add_post("/v1/probe", self._probe)
-        # Requests are polls from our own command line: nothing worth a log line each.
-        self._runner = web.AppRunner(app, access_log=None, handle_signals=False, shutdown_timeout=SHUTDOWN_S)
+        app.router.add_post("/v1/restart", self._restart)
+        # Requests are polls from our own command line: nothing worth a log line each. Cancelled when the client goes:
+        # a follower of a quiet deployment would otherwise stay for good.
+        self._runner = web.AppRunner(
+            app, access_log=None, handle_signals=False, shutdown_timeout=SHUTDOWN_S, handler_cancellation=True
+        )
 
     async def start(self) -> None:
         """Listen."""
         await self._runner.setup()
-        self._runtime.socket.unlink(missing_ok=True)
-        await web.SockSite(self._runner, bind_short(self._runtime)).start()
+        await self._bind()
+
+    async def look(self) -> bool:
+        """Whether the socket is where it belongs; if it is not, a new one is made. OSError where that cannot be."""
+        if self._is_in_place():
+            return True
+        await self._bind()
+        return False
 
     async def close(self) -> None:
-        """Stop listening and remove the socket."""
+        """Stop listening and remove the socket. Whoever follows the logs is told the rest."""
+        self._closing.set()
         await self._runner.cleanup()
+        if self._is_in_place():
+            self._runtime.socket.unlink(missing_ok=True)
+
+    def _is_in_place(self) -> bool:
+        try:
+            now = self._runtime.socket.stat(follow_symlinks=False)
+        except OSError:
+            return False
+        return self._bound is not None and os.path.samestat(now, self._bound)
+
+    async def _bind(self) -> None:
         self._runtime.socket.unlink(missing_ok=True)
+        listener = bind_short(self._runtime)
+        self._bound = self._runtime.socket.stat(follow_symlinks=False)
+        old, self._site = self._site, web.SockSite(self._runner, listener)
+        await self._site.start()
+        if old is not None:
+            await old.stop()
 
     async def _status(self, _: web.Request) -> web.Response:
         return web.json_response(await self._handlers.status())
 
+    async def _health(self, _: web.Request) -> web.Response:
+        body = self._handlers.health()
+        return web.json_response(body, status=200 if body["healthy"] else 503)
+
+    async def _ready(self, _: web.Request) -> web.Response:
+        body = self._handlers.health()
+        return web.json_response(body, status=200 if body["ready"] else 503)
+
+    async def _events(self, request: web.Request) -> web.StreamResponse:
+        return await _stream(request, self._handlers.events.follow(wait=request.query.get("follow") == "1"))
+
+    async def _logs(self, request: web.Request) -> web.StreamResponse:
+        known = self._handlers.logs
+        wanted = request.query.getall("stage", list(known))
+        lines = request.query.get("lines", str(LOG_LINES))
+        if missing := [name for name in wanted if name not in known]:
+            return _error(404, f"{', '.join(missing)}: no such stage (there are: {', '.join(known)})")
+        if not lines.isdecimal() or len(lines) > 9:
+            return _error(400, f"lines is {lines!r}; give a number")
+        ended = self._closing if request.query.get("follow") == "1" else None
+        return await _stream(request, follow_logs({name: known[name] for name in wanted}, int(lines), ended))
+
     async def _down(self, request: web.Request) -> web.Response:
         self._handlers.down(request.query.get("now") == "1")
         return web.json_response({"version": API_VERSION, "stopping": True}, status=202)
+
+    async def _restart(self, request: web.Request) -> web.Response:
+        if self._handlers.restart is None:
+            return _error(501, "this supervisor cannot start a single stage again")
+        name = request.query.get("stage", "")
+        if name not in self._handlers.logs:
+            return _error(404, f"{name or '(none named)'}: no such stage (there are: {', '.join(self._handlers.logs)})")
+        refusal = self._handlers.restart(name)
+        if refusal is not None:
+            return _error(409, refusal)
+        return web.json_response({"version": API_VERSION, "restarting": name}, status=202)
 
     async def _probe(self, request: web.Request) -> web.Response:
         ready = self._handlers.ready_stages()
@@ -75,7 +159,7 @@ class ControlServer:
                 if missing
                 else "no stage is ready"
             )
-            return web.json_response({"version": API_VERSION, "error": text}, status=409)
+            return _error(409, text)
         results = [await self._probe_one(name, ready[name]) for name in wanted]
         return web.json_response({"version": API_VERSION, "results": results})
 
@@ -90,22 +174,46 @@ class ControlServer:
             return {"stage": name, "error": str(error) or "no answer in time"}
 
 
+def _error(status: int, text: str) -> web.Response:
+    return web.json_response({"version": API_VERSION, "error": text}, status=status)
+
+
+async def _stream(request: web.Request, records: AsyncGenerator[dict[str, Any], None]) -> web.StreamResponse:
+    """One JSON object a line, each as soon as it is there."""
+    response = web.StreamResponse(headers={"Content-Type": "application/x-ndjson"})
+    response.enable_chunked_encoding()
+    await response.prepare(request)
+    async with aclosing(records):
+        async for record in records:
+            await response.write(json.dumps(record).encode() + b"\n")
+    await response.write_eof()
+    return response
+
+
+_Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
 @web.middleware
-async def _same_user_only(
-    request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
-) -> web.StreamResponse:
+async def _same_user_only(request: web.Request, handler: _Handler) -> web.StreamResponse:
     """The file mode already keeps others out; a descriptor can be passed on, so the peer's uid is checked too."""
     connection: socket.socket | None = None if request.transport is None else request.transport.get_extra_info("socket")
     if connection is None:
-        raise web.HTTPForbidden(text="connection is gone")
+        return _error(403, "connection is gone")
     raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEERCRED.size)
     _, uid, _ = _PEERCRED.unpack(raw)
     if uid not in (0, os.getuid()):
-        raise web.HTTPForbidden(text=f"uid {uid} may not control this deployment")
+        return _error(403, f"uid {uid} may not control this deployment")
+    return await handler(request)
+
+
+@web.middleware
+async def _errors_as_json(request: web.Request, handler: _Handler) -> web.StreamResponse:
     try:
         return await handler(request)
     except StagelaunchError as error:
-        return web.json_response({"version": API_VERSION, "error": str(error)}, status=503)
+        return _error(503, str(error))
+    except web.HTTPException as error:
+        return _error(error.status, f"{request.method} {request.path}: {error.reason}")
 
 
 def bind_short(runtime: Runtime) -> socket.socket:

@@ -33,20 +33,24 @@ def note_ending(runtime: Runtime, **how: Any) -> None:
 
 def note_outcome(runtime: Runtime, outcome: Outcome | None) -> None:
     """A run that had started is over; None: by a bug of ours."""
-    if outcome is None:
-        note_ending(runtime, exit_code=None)
-        return
-    if outcome.first is not None or outcome.leftovers:
+    if outcome is not None and (outcome.first is not None or outcome.leftovers):
         note_failure(
             runtime, runtime.directory.name, outcome.first, outcome.consequences, outcome.leftovers,
             int(outcome.exit_code),
         )  # fmt: skip
-    first = None if outcome.first is None else failure.to_json(outcome.first)
-    consequences = [failure.to_json(other) for other in outcome.consequences]
-    note_ending(
-        runtime, exit_code=int(outcome.exit_code), first_failure=first, consequences=consequences,
-        leftovers=list(outcome.leftovers),
-    )  # fmt: skip
+    note_ending(runtime, **ending(outcome))
+
+
+def ending(outcome: Outcome | None) -> dict[str, Any]:
+    """How a run ended, as plain JSON."""
+    if outcome is None:
+        return {"exit_code": None}
+    return {
+        "exit_code": int(outcome.exit_code),
+        "first_failure": None if outcome.first is None else failure.to_json(outcome.first),
+        "consequences": [failure.to_json(other) for other in outcome.consequences],
+        "leftovers": list(outcome.leftovers),
+    }
 
 
 def note_failure(

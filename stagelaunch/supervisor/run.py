@@ -9,17 +9,21 @@ import time
 from contextlib import ExitStack
 from dataclasses import replace
 
+from filelock import FileLock
+
 from stagelaunch.config_file import LoadedDeployment
 from stagelaunch.core.config import Deployment
-from stagelaunch.core.errors import ExitCode, StagelaunchError
+from stagelaunch.core.errors import ExitCode, LockDirectoryError, StagelaunchError
+from stagelaunch.core.events import EventKind, News
 from stagelaunch.core.inventory import SimulatedMachine
 from stagelaunch.core.outcome import Outcome
 from stagelaunch.core.run_options import RunOptions
 from stagelaunch.core.run_spec import runs_to_json
 from stagelaunch.core.units import format_duration, format_size
 from stagelaunch.supervisor import corrections
-from stagelaunch.supervisor.admission import Admitted, admit
+from stagelaunch.supervisor.admission import Admitted, admit, refuse_if_claimed
 from stagelaunch.supervisor.endings import note_begin, note_ending, note_outcome
+from stagelaunch.supervisor.events import EventLog
 from stagelaunch.supervisor.leftovers import clear_leftovers
 from stagelaunch.supervisor.runtime import Runtime, writable, write_atomically
 from stagelaunch.supervisor.session import Listener, Session, dump_threads_on_quit, restart_budget
@@ -43,15 +47,19 @@ async def run_deployment(
     """
     runtime.create()
     dump_threads_on_quit(chain=False)
-    with runtime.claim():
+    with runtime.claim() as lock:
         _cancel_on_signals()
+        asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, listener.reopen)
+        # What cannot be read there is said when it is needed.
+        with contextlib.suppress(LockDirectoryError):
+            refuse_if_claimed(loaded.lock_dir, loaded.deployment.name, runtime)
         await clear_leftovers(runtime, listener.say)
         granted: tuple[float, ...] = ()
         ended: Outcome | None = None
         while True:
             _cancel_on_signals()
             try:
-                ended, loaded = await _run_once(loaded, machine, runtime, listener, options)
+                ended, loaded = await _run_once(loaded, machine, runtime, lock, listener, options)
                 granted = await _until_restart(loaded.deployment, ended, granted, runtime, listener)
             except (StagelaunchError, asyncio.CancelledError) as error:
                 if ended is None:
@@ -69,10 +77,13 @@ async def _run_once(
     loaded: LoadedDeployment,
     machine: SimulatedMachine | None,
     runtime: Runtime,
+    lock: FileLock,
     listener: Listener,
     options: RunOptions,
 ) -> tuple[Outcome, LoadedDeployment]:
     """How it ended, and the config as it was reloaded meanwhile."""
+    events = EventLog()
+    events.add(News(EventKind.ADMITTING))
     with ExitStack() as held:
         try:
             with writable(runtime.directory):
@@ -92,7 +103,7 @@ async def _run_once(
             raise
         outcome = None
         try:
-            session = Session(loaded, admitted, runtime, lock_dir, listener, options)
+            session = Session(loaded, admitted, runtime, lock, lock_dir, listener, events, options)
             outcome = await session.run()
         finally:
             note_outcome(runtime, outcome)

@@ -12,10 +12,12 @@ RUNTIME/NAME/logs/STAGE.log   one per stage
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import tempfile
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +32,10 @@ from stagelaunch.system.tree import read_process
 
 WAITS = {"admitting": "its admission", "waiting": "device memory", "restarting": "its restart"}
 """States of a live supervisor that has no stage running."""
+
+NAME_WAIT_S = 1.0
+"""How long whoever finds a deployment claimed waits for the winner to have written down who it is."""
+_NAME_POLL_S = 0.01
 
 
 def default_runtime_dir() -> Path:
@@ -120,13 +126,26 @@ class Runtime:
             text = f"cannot use the runtime directory: {error.strerror}; set runtime_dir to one you can write"
             raise ConfigError((Fault(str(self.directory), None, None, text),)) from error
 
-    def claim(self) -> FileLock:
-        """Become the deployment's one supervisor. AlreadyRunningError names the process that is."""
-        lock = FileLock(self.lock)
+    @property
+    def identity(self) -> str:
+        """Names this directory among all of the machine, also when it was deleted and made again: a short hash."""
+        # In another mount namespace the same path is another directory.
+        namespace = os.stat("/proc/self/ns/mnt").st_ino
+        return hashlib.sha256(f"{namespace}:{os.path.realpath(self.directory)}".encode()).hexdigest()[:32]
+
+    def claim(self, lock: FileLock | None = None) -> FileLock:
+        """Become the deployment's one supervisor. AlreadyRunningError names the process that is.
+
+        ``lock``: one that is held but of a file that the path no longer names; it is taken anew.
+        """
+        if lock is None:
+            lock = FileLock(self.lock)
+        else:
+            lock.release(force=True)
         try:
             lock.acquire(timeout=0)
         except Timeout:
-            owner = self.read_state().get("pid", "unknown")
+            owner = self._wait_for_owner() or "unknown"
             raise AlreadyRunningError(
                 f"cannot start deployment {self.directory.name}: it is running already (supervisor pid {owner}); "
                 f"stop it with `stagelaunch down {self.argument}`"
@@ -158,13 +177,31 @@ class Runtime:
             return None
         return WAITS.get(str(self.read_state().get("state")))
 
+    def _wait_for_owner(self) -> int | None:
+        deadline_s = time.monotonic() + NAME_WAIT_S
+        while (pid := self.owner_pid()) is None and time.monotonic() < deadline_s:
+            time.sleep(_NAME_POLL_S)
+        return pid
+
     def live_pid(self) -> int | None:
-        """The supervisor that runs now: recorded pid, start time and boot id must all be those of a live process."""
+        """The supervisor that runs now and has not ended its run."""
+        return None if self.read_state().get("state") == "ended" else self.owner_pid()
+
+    def owner_pid(self) -> int | None:
+        """The process that wrote the state, if it lives, also when its run has ended: recorded pid, start time and
+        boot id must all be those of a live process."""
         state = self.read_state()
         pid = state.get("pid")
-        if not isinstance(pid, int) or state.get("boot") != boot_id() or state.get("state") == "ended":
+        if not isinstance(pid, int) or state.get("boot") != boot_id():
             return None
         return pid if _lives(pid, state.get("start")) else None
+
+    def owner_pidfd(self) -> int | None:
+        """A descriptor of the warden, else of the supervisor, readable when the run is over; None where neither lives.
+
+        Unlike a pid it cannot come to mean another process.
+        """
+        return _open(self.live_warden) or _open(self.owner_pid)
 
     def live_warden(self) -> int | None:
         """The recorded run's warden, if it lives: it outlives its supervisor for as long as it clears up."""
@@ -174,6 +211,21 @@ class Runtime:
             return None
         pid: int = warden["pid"]
         return pid if _lives(pid, warden.get("start")) else None
+
+
+def _open(find: Callable[[], int | None]) -> int | None:
+    pid = find()
+    if pid is None:
+        return None
+    try:
+        pidfd = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return None
+    # Looked at again: between the look and the opening the number may have gone to another process.
+    if find() == pid:
+        return pidfd
+    os.close(pidfd)
+    return None
 
 
 def _lives(pid: int, start: Any) -> bool:

@@ -13,25 +13,32 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any
 
+from filelock import FileLock
+
 from stagelaunch.config_file import LoadedDeployment
 from stagelaunch.core import launch
 from stagelaunch.core.board import Timeouts
 from stagelaunch.core.config import Deployment
 from stagelaunch.core.errors import NoDeviceError
+from stagelaunch.core.events import EventKind, News
 from stagelaunch.core.failure import StageFailure
 from stagelaunch.core.groups import init_groups
 from stagelaunch.core.inventory import DeviceInfo
 from stagelaunch.core.outcome import Outcome
 from stagelaunch.core.restarts import RestartBudget
 from stagelaunch.core.run_options import RunOptions
+from stagelaunch.core.run_spec import runs_to_json
 from stagelaunch.core.stop_plan import StopPlan, stop_plan
 from stagelaunch.supervisor.admission import Admitted, devices_now, readmit
 from stagelaunch.supervisor.aftermath import memory_left, say_who_is_left
 from stagelaunch.supervisor.control import ControlServer, Handlers
-from stagelaunch.supervisor.endings import note_failure
+from stagelaunch.supervisor.endings import ending, note_failure
+from stagelaunch.supervisor.events import EventLog
+from stagelaunch.supervisor.keeper import Keeper
+from stagelaunch.supervisor.logs import StageLogs
 from stagelaunch.supervisor.own_run import sweep_strays
-from stagelaunch.supervisor.runtime import Runtime
-from stagelaunch.supervisor.status import status_body
+from stagelaunch.supervisor.runtime import Runtime, write_atomically
+from stagelaunch.supervisor.status import deployment_state, health_body, status_body
 from stagelaunch.supervisor.supervisor import Hooks, Supervisor
 from stagelaunch.system import tree
 from stagelaunch.system.locks import LockDirectory, sweep
@@ -54,6 +61,10 @@ class Listener:
     """The control socket answers; stages are about to be spawned."""
     on_ready: Callable[[dict[str, Any]], None]
     """Every stage is ready; the status as of now."""
+    show: Callable[[str], bool] | None = None
+    """One line of a stage's log, for people; False when it would have to wait. None: they are not shown."""
+    reopen: Callable[[], None] = lambda: None
+    """Open anew by its name whatever log what is said goes to (SIGUSR1)."""
 
 
 class Session:
@@ -64,8 +75,10 @@ class Session:
         loaded: LoadedDeployment,
         admitted: Admitted,
         runtime: Runtime,
+        lock: FileLock,
         lock_dir: LockDirectory,
         listener: Listener,
+        events: EventLog,
         options: RunOptions,
     ) -> None:
         self.loaded = loaded
@@ -73,15 +86,19 @@ class Session:
         self._deployment = admitted.deployment
         self._admitted = admitted
         self._runtime = runtime
+        self._lock = lock
         self._lock_dir = lock_dir
+        self._events = events
         self._listener = listener
         self._say = listener.say
         self._options = options
         self._interrupted = False
         self._tasks: set[asyncio.Task[None]] = set()
-        hooks = Hooks(self._say, self._on_ready, self._on_failure, self._on_stopping, self._readmit)
+        hooks = Hooks(self._say, self._on_ready, self._on_failure, self._on_stopping, events.add, self._readmit)
         policy, timeouts = _policy(self._deployment, self._stop_plan), _timeouts(self._deployment)
         self._supervisor = Supervisor(admitted.runs, policy, timeouts, runtime, hooks)
+        paths = {run.stage_id: (run.name, run.log_path) for run in admitted.runs}
+        self._logs = StageLogs(paths, self._deployment.logs, self._supervisor.tell, listener.say, listener.show)
 
     @property
     def _stop_plan(self) -> StopPlan:
@@ -94,15 +111,27 @@ class Session:
         await asyncio.sleep(0)
         server = ControlServer(self._runtime, self._handlers())
         await server.start()
+        keeper = Keeper(self._runtime, self._lock, server, self._say, self._restore_files)
+        keeper.start()
+        self._logs.start()
+        outcome = None
         try:
+            self._events.add(News(EventKind.BOOTING))
             self._listener.on_started()
             result = await self._supervisor.run()
-            leftovers = await self._leftovers(result)
+            outcome = self._outcome(result, await self._leftovers(result))
         finally:
             for task in self._tasks:
                 task.cancel()
             self._sweep_locks()
+            await keeper.close()
+            await self._logs.close()
+            self._events.add(News(EventKind.ENDED, more=ending(outcome)))
+            self._events.close()
             await server.close()
+        return outcome
+
+    def _outcome(self, result: launch.LaunchResult, leftovers: tuple[str, ...]) -> Outcome:
         return Outcome(
             first=_story(result.first_failure),
             consequences=tuple(story for f in result.consequences if (story := _story(f)) is not None),
@@ -111,6 +140,16 @@ class Session:
             asked_to_stop=result.stop_reason is not None,
             leftovers=leftovers,
         )
+
+    def _restore_files(self) -> None:
+        """The runtime directory is a new, empty one: what commands and stages look for there."""
+        write_atomically(self._runtime.run_file, runs_to_json(self._supervisor.runs()))
+        self._runtime.write_state(deployment_state(self._supervisor))
+        self._reopen_logs()
+
+    def _reopen_logs(self) -> None:
+        self._listener.reopen()
+        self._logs.reopen()
 
     def _sweep_locks(self) -> None:
         """A killed stage leaves its record beside the device lock; the lock itself went with it."""
@@ -124,6 +163,10 @@ class Session:
             down=lambda now: self._supervisor.request_stop("asked by `stagelaunch down`", again=False, now=now),
             ready_stages=self._ready_stages,
             probe=self._supervisor.probe,
+            health=lambda: health_body(self._deployment, self._supervisor, time.monotonic()),
+            events=self._events,
+            logs={run.name: run.log_path for run in self._admitted.runs},
+            restart=self._supervisor.request_restart,
         )
 
     # Signals.
@@ -132,6 +175,7 @@ class Session:
         loop = asyncio.get_running_loop()
         loop.add_signal_handler(signal.SIGTERM, self._supervisor.request_stop, "SIGTERM")
         loop.add_signal_handler(signal.SIGINT, self._interrupt)
+        loop.add_signal_handler(signal.SIGUSR1, self._reopen_logs)
         loop.add_signal_handler(signal.SIGQUIT, self._dump)
         dump_threads_on_quit(chain=True)
 

@@ -33,7 +33,7 @@ class Stage:
     """It is late; its stacks are being collected before that is told."""
     probes: dict[int, asyncio.Future[m.Probed]] = field(default_factory=dict)
     told_failure: bool = False
-    log_begins: int = 0
+    log_begins: log_file.Mark = field(default_factory=dict)
     """Where this run begins in the stage's log, which earlier runs have written to."""
     past_pids: set[int] = field(default_factory=set)
     """Its processes before the present one: it was started again."""

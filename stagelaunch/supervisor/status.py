@@ -7,6 +7,7 @@ from typing import Any
 
 from stagelaunch.core.board import StageView
 from stagelaunch.core.config import Deployment
+from stagelaunch.core.failure import StageFailure
 from stagelaunch.core.inventory import DeviceInfo, device_to_json
 from stagelaunch.core.launch import Mode
 from stagelaunch.core.ledger import ledger_to_json
@@ -43,6 +44,27 @@ def status_body(
             {**device_to_json(now[index]), "free_before_bytes": before[index].free_bytes} for index in sorted(now)
         ],
     }
+
+
+def health_body(deployment: Deployment, supervisor: Supervisor, at_s: float) -> dict[str, Any]:
+    """How far each stage is and whether anything has failed; known without asking anybody."""
+    pids, views, first = supervisor.pids(), supervisor.views(), supervisor.state.first_failure
+    return {
+        "version": API_VERSION,
+        "name": deployment.name,
+        "state": deployment_state(supervisor),
+        "pid": os.getpid(),
+        "elapsed_s": at_s - supervisor.began_s,
+        "healthy": first is None,
+        "ready": supervisor.state.is_ready,
+        "first_failure": first.cause.headline() if first and isinstance(first.cause, StageFailure) else None,
+        "stages": [_stage_health(stage.name, pids.get(stage.id), views[stage.id], at_s) for stage in deployment.stages],
+    }
+
+
+def _stage_health(name: str, pid: int | None, view: StageView | None, at_s: float) -> dict[str, Any]:
+    phase, since_s = (None, None) if view is None else (view.phase, at_s - view.phase_began_s)
+    return {"name": name, "pid": pid, "phase": phase, "phase_elapsed_s": since_s}
 
 
 def deployment_state(supervisor: Supervisor) -> str:

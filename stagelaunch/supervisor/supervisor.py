@@ -14,10 +14,11 @@ from dataclasses import dataclass, replace
 from signal import SIGKILL, SIGTERM
 from typing import Any
 
-from stagelaunch.core import board, launch
+from stagelaunch.core import board, events, launch
 from stagelaunch.core import messages as m
 from stagelaunch.core.board import Due, StageView, Timeouts
 from stagelaunch.core.errors import ExitCode, StagelaunchError
+from stagelaunch.core.events import EventKind, News
 from stagelaunch.core.failure import StageFailure
 from stagelaunch.core.launch import LaunchResult, LaunchState
 from stagelaunch.core.ledger import correction_bytes
@@ -53,6 +54,8 @@ class Hooks:
     """The first failure: everything stops now."""
     on_stopping: Callable[[], None]
     """Everything stops now, for whatever reason."""
+    on_event: Callable[[News], None]
+    """Something happened, for programs."""
     readmit: Callable[[int], Awaitable[None]]
     """Returns when the stage, which is to be started again, fits; raises StagelaunchError when it does not."""
 
@@ -143,6 +146,7 @@ class Supervisor:
         if self._state.mode is not launch.Mode.RUNNING or not self._state.was_ready or state not in may:
             return f"stage {name} is {state}; only a stage that has booted can be restarted"
         self._say_of(self._stages[stage_id], "is restarted: asked by `stagelaunch restart`")
+        self._tell_of(self._stages[stage_id], EventKind.RESTARTING, reason="asked by `stagelaunch restart`")
         self._dispatch(launch.RestartRequested(stage_id, self._loop.time()))
         return None
 
@@ -169,11 +173,15 @@ class Supervisor:
             if stage.answers and stage.process is not None:
                 stage.process.dump_stacks()
 
-    def reopen_logs(self, names: tuple[str, ...] | None = None) -> None:
-        """The stages of these names (all of them) open their logs anew."""
-        for stage in self._stages.values():
-            if stage.is_alive and stage.process is not None and (names is None or stage.run.name in names):
-                stage.process.send(m.ReopenLog())
+    def runs(self) -> tuple[StageRun, ...]:
+        """What the stages' processes are told, as of now."""
+        return tuple(stage.run for stage in self._stages.values())
+
+    def tell(self, stage_id: int, message: m.Message) -> None:
+        """Send the stage's process a message, if it has one."""
+        process = self._stages[stage_id].process
+        if process is not None:
+            process.send(message)
 
     @property
     def state(self) -> LaunchState:
@@ -224,8 +232,10 @@ class Supervisor:
             self._perform(command)
         if self._state.is_ready and self.ready_at_s is None:
             self.ready_at_s = self._loop.time()
+            self._hooks.on_event(News(EventKind.READY, more={"boot_s": self.ready_at_s - self.began_s}))
             self._hooks.on_ready()
         elif self._state.is_ready and not before.is_ready:
+            self._hooks.on_event(News(EventKind.READY))
             self._say("every stage is ready again")
 
     def _tell_changes(self, before: LaunchState) -> None:
@@ -236,7 +246,14 @@ class Supervisor:
         if first is not None and before.first_failure is None and isinstance(first.cause, StageFailure):
             self._hooks.on_failure(first.cause)
         if self._state.mode is launch.Mode.STOPPING and before.mode is not launch.Mode.STOPPING:
+            self._hooks.on_event(News(EventKind.STOPPING, more={"reason": self._why_stopping()}))
             self._hooks.on_stopping()
+
+    def _why_stopping(self) -> str:
+        first = self._state.first_failure
+        if first is None:
+            return str(self._state.stop_reason)
+        return first.cause.headline() if isinstance(first.cause, StageFailure) else str(first.cause)
 
     def _say_restart(self, stage: Stage, number: int) -> None:
         pause_s = self._state.restart_at_s[stage.run.stage_id] - self._loop.time()
@@ -245,6 +262,7 @@ class Supervisor:
         when = f"in {format_duration(max(pause_s, 0.0))}"
         budget = f"{allowed.max_restarts} allowed within {format_duration(allowed.within_s)}"
         self._say_of(stage, f"is started again {when} (restart {number}; {budget})")
+        self._tell_of(stage, EventKind.RESTARTING, reason="it failed", restart=number)
 
     def _perform(self, command: launch.Command) -> None:
         match command:
@@ -279,7 +297,7 @@ class Supervisor:
             stage.past_pids.add(stage.process.pid)
         stage.process, stage.told_failure = None, False
         stage.view = board.spawned(run.stage_id, run.name, self._loop.time())
-        stage.log_begins = log_file.size(run.log_path)
+        stage.log_begins = log_file.mark(run.log_path)
         try:
             stage.process = StageProcess(
                 self._runtime.run_file,
@@ -294,6 +312,7 @@ class Supervisor:
             self._loop.call_soon(self._ended, stage, failure)
             return
         self._say_of(stage, f"started on device {run.device_index}")
+        self._tell_of(stage, EventKind.STARTED, device=run.device_index)
         self._rearm(stage)
 
     def _admit(self, stage: Stage) -> None:
@@ -309,6 +328,7 @@ class Supervisor:
         except StagelaunchError as error:
             failure = stage.failure("admission", f"cannot be started again: {error}", self._loop.time())
             self._say_of(stage, f"FAILED in its restart: {failure.summary}")
+            self._hooks.on_event(events.of_failure(failure))
             self._dispatch(launch.StageRefused(stage_id, self._as_first(stage, failure), self._loop.time()))
         except Exception as error:
             self._on_bug(self._loop, {"exception": error, "message": "readmission"})
@@ -339,6 +359,9 @@ class Supervisor:
                 stage.view = board.apply(before, message)
                 for line in narrate(before, stage.view, message):
                     self._say_of(stage, line)
+                pid = None if stage.process is None else stage.process.pid
+                for news in events.of_message(before, stage.view, message, pid):
+                    self._hooks.on_event(news)
                 self._rearm(stage)
         if isinstance(message, m.Ready):
             self._dispatch(launch.StageReady(stage_id, self._loop.time()))
@@ -351,6 +374,8 @@ class Supervisor:
             self._say_of(stage, f"failed in {message.phase}: {message.text}")
             less = ", with less KV cache" if message.overshoot_bytes else ""
             self._say_of(stage, f"is started once more in a fresh process{less}")
+            self._hooks.on_event(events.of_failure(failure))
+            self._tell_of(stage, EventKind.RESTARTING, reason=failure.summary)
             found = self._as_first(stage, failure)
             self._dispatch(launch.StageNeedsRetry(stage.run.stage_id, found, self._loop.time()))
             return
@@ -381,6 +406,7 @@ class Supervisor:
 
     def _fail(self, stage: Stage, failure: StageFailure) -> None:
         self._say_of(stage, f"FAILED in {failure.phase}: {failure.summary}")
+        self._hooks.on_event(events.of_failure(failure))
         stage.cancel_timers()
         now_s = self._loop.time()
         self._dispatch(launch.StageFailed(stage.run.stage_id, self._as_first(stage, failure), now_s))
@@ -395,8 +421,11 @@ class Supervisor:
         failure = None
         if not stage.told_failure and not as_asked:
             failure = stage.death(code, self._loop.time())
+            self._hooks.on_event(events.of_failure(failure))
         stage.cancel_timers()
-        self._say_of(stage, f"ended ({signal_name(-code) if code < 0 else f'exit code {code}'})")
+        signal = signal_name(-code) if code < 0 else None
+        self._say_of(stage, f"ended ({signal or f'exit code {code}'})")
+        self._tell_of(stage, EventKind.ENDED, exit_code=None if signal else code, signal=signal)
         self._ended(stage, failure)
 
     def _ended(self, stage: Stage, failure: StageFailure | None) -> None:
@@ -462,8 +491,13 @@ class Supervisor:
         text = f"boot not finished after {self._timeouts.boot_s:g}s (boot deadline); waited for {missing}"
         failure = StageFailure(None, None, "deadline", text, self._timeouts.boot_s, ExitCode.BOOT_DEADLINE)
         self._say(f"FAILED: {text}")
+        self._hooks.on_event(events.of_failure(failure))
         now_s = self._loop.time()
         self._dispatch(launch.DeadlineExpired(launch.Failure(None, failure, now_s), now_s))
+
+    def _tell_of(self, stage: Stage, kind: EventKind, **more: Any) -> None:
+        pid = None if stage.process is None else stage.process.pid
+        self._hooks.on_event(News(kind, stage.run.name, pid, more))
 
     def _say_of(self, stage: Stage, text: str) -> None:
         pid = "" if stage.process is None else f" (pid {stage.process.pid})"

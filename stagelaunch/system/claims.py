@@ -61,16 +61,22 @@ def new_claim_id() -> str:
 
 @contextmanager
 def hold_claims(
-    directory: LockDirectory, claim_id: str, deployment: str, shares: Mapping[str, Share], machine: str = ""
+    directory: LockDirectory,
+    claim_id: str,
+    deployment: str,
+    shares: Mapping[str, Share],
+    machine: str = "",
+    runtime: str = "",
 ) -> Iterator[None]:
     """Claim a share of each device, by UUID, for the body. All of them or none.
 
     ``machine`` names the simulated one the devices are of, "" for the real one: simulated UUIDs are alike on all.
+    ``runtime`` names the runtime directory of the supervisor, for ``claiming_pid``.
     LockDirectoryError where that cannot be written down. To be entered under ``admission_mutex``.
     """
     with ExitStack() as claims:
         for uuid, share in sorted(shares.items()):
-            fields = {"claim_id": claim_id, "deployment": deployment, "machine": machine}
+            fields = {"claim_id": claim_id, "deployment": deployment, "machine": machine, "runtime": runtime}
             fields |= {**asdict(share), **asdict(Identity.of_self())}
             record = Record(directory.path, checked_uuid(uuid), "claim", fields)
             claims.callback(record.close)
@@ -104,6 +110,23 @@ def read_claims(directory: os.PathLike[str], device_uuid: str, machine: str = ""
     found_here = [found for found in find_records(path, uuid, "claim") if found.fields.get("machine", "") == machine]
     claims = [_claim(found, members) for found in found_here if _is_alive(found)]
     return tuple(claim for claim in claims if claim is not None)
+
+
+def claiming_pid(directory: os.PathLike[str], deployment: str, runtime: str) -> int | None:
+    """The living supervisor of this user that has a claim, on any device, for a deployment of this runtime directory.
+
+    LockDirectoryError where the directory cannot be read; None where there is none.
+    """
+    path = Path(directory)
+    names = os.listdir(path) if path.is_dir() else []
+    for uuid in {name.partition(".claim.")[0] for name in names if ".claim." in name}:
+        for found in find_records(path, uuid, "claim"):
+            said = found.fields.get("deployment"), found.fields.get("runtime")
+            # A record of a stranger must not keep this user from starting.
+            ours = found.user_id in (0, os.getuid())
+            if ours and said == (deployment, runtime) and _is_alive(found):
+                return _identity(found.fields).pid
+    return None
 
 
 @asynccontextmanager

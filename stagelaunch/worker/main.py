@@ -6,13 +6,11 @@ driver's to take back.
 
 from __future__ import annotations
 
-import faulthandler
 import gc
 import os
 import signal
 import socket
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,6 +19,8 @@ from stagelaunch.core.phases import Phase
 from stagelaunch.core.run_spec import StageRun, run_from_json
 from stagelaunch.system.process import die_with_parent
 from stagelaunch.system.tree import STAGE_VARIABLE
+from stagelaunch.worker.control import Control
+from stagelaunch.worker.output import Output
 from stagelaunch.worker.reporter import Reporter
 
 if TYPE_CHECKING:
@@ -36,17 +36,20 @@ def run(run_file: str, stage_id: int, supervisor_pid: int, channel: socket.socke
     reporter = Reporter(channel)
     try:
         stage = run_from_json(Path(run_file).read_text(), stage_id)
-        _redirect_output(stage.log_path)
+        output = Output(stage.log_path, reporter.log_lost)
+        output.redirect()
+        control = Control(channel, reporter, output.reopen)
+        control.start()
         # Whatever it starts by exec carries its name; what it forks is known by its session.
         os.environ.update({**stage.env, STAGE_VARIABLE: stage.name})
-        _boot_and_serve(stage, reporter, channel)
+        _boot_and_serve(stage, reporter, control)
     except BaseException as error:  # a worker has no caller: everything it can raise is the stage's failure
         reporter.failed(error)
         _leave(1)
     _leave(0)
 
 
-def _boot_and_serve(stage: StageRun, reporter: Reporter, channel: socket.socket) -> None:
+def _boot_and_serve(stage: StageRun, reporter: Reporter, control: Control) -> None:
     with reporter.phase(Phase.IMPORT):
         # Imported here: torch takes seconds, and its environment must be set before.
         from stagelaunch.devices.factory import open_device
@@ -71,7 +74,7 @@ def _boot_and_serve(stage: StageRun, reporter: Reporter, channel: socket.socket)
 
     Boot(stage, engine, device, locks, reporter, join_claim).walk()
     reporter.ready()
-    for message in _requests(channel):
+    for message in control.requests():
         match message:
             case m.Probe(request_id):
                 reporter.send(_probe(engine, request_id))
@@ -98,25 +101,6 @@ def _probe(engine: Engine, request_id: int) -> m.Probed:
         )
     except Exception as error:
         return m.Probed(request_id, 0, False, 0.0, (), 0.0, error=f"{type(error).__name__}: {error}"[:1000])
-
-
-def _requests(channel: socket.socket) -> Iterator[m.Message]:
-    """Messages from the supervisor until it closes its end."""
-    with channel.makefile("rb") as lines:
-        for line in lines:
-            yield m.decode(line)
-
-
-def _redirect_output(log_path: Path) -> None:
-    """Send stdout, stderr and native crashes to the stage's own file; no other process can block or lose them."""
-    log_path.parent.mkdir(parents=True, exist_ok=True)
-    fd = os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os.dup2(fd, 1)
-    os.dup2(fd, 2)
-    os.close(fd)
-    faulthandler.enable(file=2, all_threads=True)
 
 
 def _leave(code: int) -> None:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import socket
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 from stagelaunch.core import messages as m
 from stagelaunch.core.errors import BudgetOvershootError, ExitCode, StageError, StagelaunchError
@@ -25,6 +26,8 @@ class Reporter:
 
     def __init__(self, channel: socket.socket) -> None:
         self._channel = channel
+        self._sending = threading.Lock()
+        """The control thread answers while the main thread reports: neither may end up inside the other's line."""
         self._waited_s = 0.0
         self._progress_at_s = 0.0
         self.current = Phase.SPAWN
@@ -35,10 +38,9 @@ class Reporter:
 
     def send(self, message: m.Message) -> None:
         """Send one message. A supervisor that is gone is no error here: the kernel signals its death."""
-        try:
-            self._channel.sendall(m.encode(message))
-        except (BrokenPipeError, ConnectionResetError):
-            return
+        line = m.encode(message)
+        with self._sending, suppress(BrokenPipeError, ConnectionResetError):
+            self._channel.sendall(line)
 
     @contextmanager
     def phase(self, phase: Phase) -> Iterator[None]:
@@ -71,6 +73,10 @@ class Reporter:
         """The stage's ledger."""
         self.send(m.LedgerKnown(ledger, final))
 
+    def log_lost(self, text: str) -> None:
+        """The stage's log cannot be opened."""
+        self.send(m.LogLost(text))
+
     def ready(self) -> None:
         """The stage answers from now on."""
         self.current = Phase.READY
@@ -83,7 +89,8 @@ class Reporter:
         # An error of ours says what to do; where in our code it was raised helps nobody.
         trace = "" if isinstance(error, StagelaunchError) else "".join(traceback.format_exception(error))
         # The whole of it goes to the stage's log; what is sent must fit a line that the supervisor takes.
-        print(trace or text, file=sys.stderr, flush=True)
+        with suppress(OSError, ValueError):
+            print(trace or text, file=sys.stderr, flush=True)
         text, trace = _shortened(text, MAX_TEXT_CHARS), _shortened(trace, MAX_TRACEBACK_CHARS)
         retry = isinstance(error, StageError) and error.retry
         over = error.overshoot_bytes if isinstance(error, BudgetOvershootError) else 0

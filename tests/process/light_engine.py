@@ -4,7 +4,8 @@
 FIFO}`` it waits in ``read_weights`` until a byte can be read from the FIFO, so that tests can act while it boots.
 With ``hidden`` the driver tells this stage nothing about processes. ``intruder`` names a file of lines ``PHASE BYTES``:
 when its turn comes, somebody else holds so much of the device from that phase on. ``surprise_mib``: the smallest graph
-takes so much more than the trial captures let expect. With ``no_kv`` the stage keeps no KV cache.
+takes so much more than the trial captures let expect. With ``no_kv`` the stage keeps no KV cache. ``words`` are printed
+before that wait and after it.
 """
 
 from __future__ import annotations
@@ -84,7 +85,10 @@ class LightEngine:
 
     def read_weights(self, progress: Progress) -> None:
         self._maybe("load")
+        words = self._spec.options.get("words", "")
+        print(end=words and f"{words}\n")
         self._wait_for_test()
+        print(end=words and f"{words} again\n")
         torch.manual_seed(self._spec.max_num_seqs)
         self._weight.copy_(torch.randn(HIDDEN, HIDDEN) / HIDDEN**0.5)
         self._ballast.zero_()

@@ -36,6 +36,7 @@ MESSAGES: tuple[m.Message, ...] = (
     m.Ping(3),
     m.Pong(3),
     m.ReopenLog(),
+    m.LogLost("cannot open it"),
 )
 
 

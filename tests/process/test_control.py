@@ -1,0 +1,504 @@
+"""The control socket: what it answers, to whom, and that it is there; and that a deployment has one supervisor.
+
+Mostly a server in this process with handlers that do nothing; one whole boot at the end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import select
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Callable
+from contextlib import ExitStack, asynccontextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from deployments import ROOT, TIMEOUT_S, Ran, Site, light_stage
+
+from stagelaunch.cli.wait import wait_until
+from stagelaunch.config_file import load_deployment
+from stagelaunch.core import messages as m
+from stagelaunch.core.errors import AlreadyRunningError, ControlError
+from stagelaunch.core.events import EventKind, News
+from stagelaunch.core.units import MIB
+from stagelaunch.devices.simfile import SimulatedFile
+from stagelaunch.supervisor.admission import refuse_if_claimed
+from stagelaunch.supervisor.client import exchange, request, stream
+from stagelaunch.supervisor.control import ControlServer, Handlers
+from stagelaunch.supervisor.events import EventLog
+from stagelaunch.supervisor.keeper import Keeper
+from stagelaunch.supervisor.runtime import Runtime
+from stagelaunch.system.claims import Share, claiming_pid, hold_claims
+from stagelaunch.system.locks import LockDirectory
+from stagelaunch.system.process import boot_id
+
+
+@dataclass
+class Stub:
+    """A server whose handlers say what a test wants said."""
+
+    runtime: Runtime
+    events: EventLog = field(default_factory=EventLog)
+    health: dict[str, Any] = field(default_factory=lambda: {"healthy": True, "ready": False, "version": 1})
+    restart: Callable[[str], str | None] | None = None
+
+    def __post_init__(self) -> None:
+        self.server = ControlServer(self.runtime, self.handlers())
+
+    def handlers(self) -> Handlers:
+        async def status() -> dict[str, Any]:
+            return {"version": 1, "state": "booting"}
+
+        async def probe(_: int) -> m.Probed:
+            raise TimeoutError
+
+        return Handlers(
+            status=status,
+            down=lambda _: None,
+            ready_stages=dict,
+            probe=probe,
+            health=lambda: self.health,
+            events=self.events,
+            logs={"alpha": self.runtime.log("alpha")},
+            restart=self.restart,
+        )
+
+
+@asynccontextmanager
+async def serving(place: Path, **more: Any) -> AsyncIterator[Stub]:
+    runtime = Runtime.of("site", place)
+    runtime.create()
+    stub = Stub(runtime, **more)
+    await stub.server.start()
+    try:
+        yield stub
+    finally:
+        stub.events.close()
+        await stub.server.close()
+
+
+async def ask(stub: Stub, method: str, path: str) -> tuple[int, dict[str, Any]]:
+    return await asyncio.to_thread(exchange, stub.runtime, method, path)
+
+
+async def read(stub: Stub, path: str) -> list[dict[str, Any]]:
+    return await asyncio.to_thread(lambda: list(stream(stub.runtime, path)))
+
+
+def test_health_and_readiness_answer_with_their_state(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with serving(tmp_path) as stub:
+            for path in ("/v1/health", "/healthz"):
+                assert await ask(stub, "GET", path) == (200, stub.health)
+            for path in ("/v1/ready", "/readyz"):
+                assert await ask(stub, "GET", path) == (503, stub.health)
+            stub.health = {"healthy": False, "ready": True}
+            assert [(await ask(stub, "GET", path))[0] for path in ("/healthz", "/readyz")] == [503, 200]
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status", "said"),
+    [
+        ("GET", "/v1/nowhere", 404, "GET /v1/nowhere: Not Found"),
+        ("GET", "/v2/status", 404, "Not Found"),
+        ("GET", "/v1/down", 405, "Not Allowed"),
+        ("GET", "/v1/logs?stage=beta", 404, "beta: no such stage (there are: alpha)"),
+        ("GET", "/v1/logs?lines=many", 400, "lines is 'many'"),
+        ("POST", "/v1/probe", 409, "no stage is ready"),
+        ("POST", "/v1/restart?stage=alpha", 501, "cannot start a single stage again"),
+    ],
+)
+def test_what_cannot_be_answered_is_json_with_a_version(
+    tmp_path: Path, method: str, path: str, status: int, said: str
+) -> None:
+    async def scenario() -> None:
+        async with serving(tmp_path) as stub:
+            found, body = await ask(stub, method, path)
+            assert (found, body["version"], said in body["error"]) == (status, 1, True), body
+
+    asyncio.run(scenario())
+
+
+def test_a_restart_is_begun_or_refused_with_the_reason(tmp_path: Path) -> None:
+    answers: list[str | None] = [None, "alpha is not ready"]
+
+    async def scenario() -> None:
+        async with serving(tmp_path, restart=lambda _: answers.pop(0)) as stub:
+            assert await ask(stub, "POST", "/v1/restart?stage=alpha") == (202, {"version": 1, "restarting": "alpha"})
+            assert (await ask(stub, "POST", "/v1/restart?stage=alpha"))[1]["error"] == "alpha is not ready"
+            assert (await ask(stub, "POST", "/v1/restart"))[0] == 404
+
+    asyncio.run(scenario())
+
+
+def test_events_and_logs_are_followed_until_the_server_closes(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with serving(tmp_path) as stub:
+            log = stub.runtime.log("alpha")
+            log.write_text("1\n2\n")
+            stub.events.add(News(EventKind.BOOTING))
+            assert [record["event"] for record in await read(stub, "/v1/events?follow=0")] == ["booting"]
+            assert await read(stub, "/v1/logs?lines=1") == [{"stage": "alpha", "line": "2"}]
+            heard = asyncio.Event()
+            loop = asyncio.get_running_loop()
+
+            def follow(path: str, last: str) -> list[Any]:
+                found = []
+                for record in stream(stub.runtime, path):
+                    found.append(record.get("line", record.get("event")))
+                    if found[-1] == last:
+                        loop.call_soon_threadsafe(heard.set)
+                return found
+
+            lines = asyncio.create_task(asyncio.to_thread(follow, "/v1/logs?follow=1", "2"))
+            await heard.wait()
+            heard.clear()
+            news = asyncio.create_task(asyncio.to_thread(follow, "/v1/events?follow=1", "started"))
+            stub.events.add(News(EventKind.STARTED, "alpha", 1))
+            await heard.wait()
+            with log.open("a") as file:
+                file.write("3\nlast")
+            stub.events.add(News(EventKind.ENDED))
+        assert await news == ["booting", "started", "ended"]
+        assert await lines == ["1", "2", "3", "last"]
+
+    asyncio.run(scenario())
+
+
+def test_a_follower_that_goes_away_leaves_nothing_behind(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with serving(tmp_path) as stub:
+            before = asyncio.all_tasks()
+            records = stream(stub.runtime, "/v1/events?follow=1")
+            stub.events.add(News(EventKind.BOOTING))
+            await asyncio.to_thread(next, records)
+            assert asyncio.all_tasks() - before
+            records.close()
+            async with asyncio.timeout(30):
+                while left := asyncio.all_tasks() - before:
+                    await asyncio.wait(left)
+
+    asyncio.run(scenario())
+
+
+OTHER_USER = """
+import os, socket, sys
+os.fchdir(int(sys.argv[1]))
+os.setgroups([]); os.setgid(65534); os.setuid(65534)
+peer = socket.socket(socket.AF_UNIX)
+peer.connect("control.sock")
+peer.sendall(b"GET /v1/status HTTP/1.1\\r\\nHost: x\\r\\nConnection: close\\r\\n\\r\\n")
+with peer.makefile() as answer:
+    print(answer.read())
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user")
+def test_another_user_is_refused_even_where_the_files_would_let_him_in(tmp_path: Path) -> None:
+    async def scenario() -> str:
+        async with serving(tmp_path) as stub:
+            assert stub.runtime.socket.stat().st_mode & 0o777 == 0o600
+            stub.runtime.directory.chmod(0o711)
+            stub.runtime.socket.chmod(0o666)
+            directory = os.open(stub.runtime.directory, os.O_PATH)
+            child = await asyncio.create_subprocess_exec(
+                sys.executable, "-c", OTHER_USER, str(directory), pass_fds=(directory,), stdout=subprocess.PIPE
+            )
+            os.close(directory)
+            stdout, _ = await child.communicate()
+            assert child.returncode == 0
+            return stdout.decode()
+
+    head, _, body = asyncio.run(scenario()).partition("\n\n")
+    assert " 403 " in head.splitlines()[0]
+    assert json.loads(body) == {"version": 1, "error": "uid 65534 may not control this deployment"}
+
+
+# What a deployment is found by
+
+
+@dataclass
+class Kept:
+    stub: Stub
+    keeper: Keeper
+    said: list[str]
+    restored: list[bool]
+
+
+@asynccontextmanager
+async def kept(place: Path) -> AsyncIterator[Kept]:
+    async with serving(place) as stub:
+        said, restored = list[str](), list[bool]()
+        with stub.runtime.claim() as lock:
+            stub.runtime.write_state("ready")
+            keeper = Keeper(stub.runtime, lock, stub.server, said.append, lambda: restored.append(True))
+            yield Kept(stub, keeper, said, restored)
+
+
+def claim_elsewhere(runtime: Runtime) -> subprocess.CompletedProcess[str]:
+    script = (
+        "import sys; from pathlib import Path; from stagelaunch.supervisor.runtime import Runtime\n"
+        "runtime = Runtime(Path(sys.argv[1])); runtime.create(); runtime.claim(); print('claimed')"
+    )
+    command = [sys.executable, "-c", script, str(runtime.directory)]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.parametrize("replaced", [False, True])
+def test_a_socket_that_is_deleted_or_replaced_is_made_again(tmp_path: Path, replaced: bool) -> None:
+    async def scenario() -> None:
+        async with kept(tmp_path) as found:
+            path = found.stub.runtime.socket
+            await found.keeper.look()
+            assert found.said == []
+            path.unlink()
+            if replaced:
+                with socket.socket(socket.AF_UNIX) as stranger:
+                    stranger.bind(str(path))
+            await found.keeper.look()
+            assert (await ask(found.stub, "GET", "/healthz"))[0] == 200
+            assert path.stat().st_mode & 0o777 == 0o600
+            await found.keeper.look()
+            assert found.said == [f"{path} was deleted or replaced: made again"]
+        assert not path.exists()
+
+    asyncio.run(scenario())
+
+
+def test_a_runtime_directory_that_is_deleted_is_made_again_and_is_the_supervisors_own(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with kept(tmp_path) as found:
+            runtime = found.stub.runtime
+            shutil.rmtree(runtime.directory)
+            await found.keeper.look()
+            assert (await ask(found.stub, "GET", "/healthz"))[0] == 200
+            assert len(found.restored) == 1
+            runtime.write_state("ready")
+            refused = await asyncio.to_thread(claim_elsewhere, runtime)
+            assert f"supervisor pid {os.getpid()}" in refused.stderr
+            assert "claimed" not in refused.stdout
+            await found.keeper.look()
+            assert len(found.said) == 2
+
+    asyncio.run(scenario())
+
+
+def test_a_runtime_directory_that_another_supervisor_has_is_said_once_and_left_alone(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with kept(tmp_path) as found:
+            runtime = found.stub.runtime
+            shutil.rmtree(runtime.directory)
+            runtime.create()
+            with replace(runtime).claim():
+                runtime.write_state("ready")
+                await found.keeper.look()
+                await found.keeper.look()
+                assert not runtime.socket.exists()
+            assert (len(found.said), "is running already" in found.said[0]) == (1, True)
+            assert found.restored == []
+            runtime.lock.unlink()
+            await found.keeper.look()
+            assert runtime.socket.exists()
+
+    asyncio.run(scenario())
+
+
+def test_a_second_start_is_refused_by_the_claim_of_one_that_has_lost_its_directory(tmp_path: Path) -> None:
+    locks, runtime = LockDirectory(tmp_path / "locks"), Runtime.of("omni", tmp_path)
+    refuse_if_claimed(tmp_path / "nowhere", "omni", runtime)
+    runtime.create()
+    with hold_claims(locks, "c1", "omni", {"GPU-0a": Share(1, 0)}, "", runtime.identity):
+        shutil.rmtree(runtime.directory)
+        runtime.create()
+        with pytest.raises(AlreadyRunningError, match=f"supervisor pid {os.getpid()}"):
+            refuse_if_claimed(locks, "omni", runtime)
+        assert claiming_pid(locks, "other", runtime.identity) is None
+        # Of the same name in another place, and from before records said where.
+        refuse_if_claimed(locks, "omni", Runtime.of("omni", tmp_path / "elsewhere"))
+    refuse_if_claimed(locks, "omni", runtime)
+    with hold_claims(locks, "c1", "omni", {"GPU-0a": Share(1, 0)}):
+        refuse_if_claimed(locks, "omni", runtime)
+
+
+CLAIMANTS = """
+import os, sys
+from pathlib import Path
+from stagelaunch.core.errors import AlreadyRunningError
+from stagelaunch.supervisor.runtime import Runtime
+runtime = Runtime(Path(sys.argv[1]))
+start, go = os.pipe()
+for _ in range(50):
+    if os.fork() == 0:
+        os.close(go)
+        os.read(start, 1)
+        try:
+            lock = runtime.claim()
+            runtime.write_state("admitting")
+            os.write(1, f"{os.getpid()} won\\n".encode())
+            sys.stdin.read()
+        except AlreadyRunningError as error:
+            os.write(1, f"{os.getpid()} {error}\\n".encode())
+        os._exit(0)
+os.close(go)
+for _ in range(50):
+    os.wait()
+"""
+
+
+def test_of_fifty_simultaneous_claims_one_wins_and_the_others_name_it(tmp_path: Path) -> None:
+    runtime = Runtime.of("site", tmp_path)
+    runtime.create()
+    # Of a run that ended: nobody may take its pid for the winner's.
+    runtime.state.write_text(json.dumps({"state": "ended", "pid": 1, "start": 0, "boot": boot_id()}))
+    command = [sys.executable, "-c", CLAIMANTS, str(runtime.directory)]
+    with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as children:
+        assert children.stdout is not None
+        said = dict(children.stdout.readline().strip().split(" ", 1) for _ in range(50))
+        children.communicate(timeout=TIMEOUT_S)
+    (winner,) = [pid for pid, text in said.items() if text == "won"]
+    losers = [text for pid, text in said.items() if pid != winner]
+    assert len(losers) == 49
+    assert [text for text in losers if f"is running already (supervisor pid {winner})" not in text] == []
+
+
+def test_of_four_simultaneous_starts_one_stays(tmp_path: Path) -> None:
+    site = Site(tmp_path, [light_stage(0, "alpha", 0, utilization=0.6)])
+    machine = load_deployment(site.write()).machine(tmp_path / "devices")
+    assert machine is not None
+    # The winner waits for memory that others hold: it needs no engine for that.
+    devices = SimulatedFile.open(machine)
+    devices.set_foreign_bytes(0, 512 * MIB)
+    devices.close()
+    starts = [site.start("up", str(site.config), "--wait-for-memory", "60s") for _ in range(4)]
+    with ExitStack() as stack:
+        for start in starts:
+            stack.callback(start.communicate)
+            stack.callback(start.kill)
+        pid_of = {os.pidfd_open(start.pid): start for start in starts}
+        for fd in pid_of:
+            stack.callback(os.close, fd)
+        ended = wait_for_all_but_one(list(pid_of))
+        (winner,) = [start for fd, start in pid_of.items() if fd not in ended]
+        for fd in ended:
+            _, stderr = pid_of[fd].communicate(timeout=TIMEOUT_S)
+            assert (pid_of[fd].returncode, f"supervisor pid {winner.pid}" in stderr) == (75, True), stderr
+        waits = site.run("wait", str(site.config), "--for", "ready", "--timeout", "10ms")
+        assert (waits.code, "it waits for device memory" in waits.stderr) == (75, True), waits.stderr
+        ready = site.start("wait", str(site.config), "--for", "ready")
+        stopped = site.start("wait", str(site.config), "--for", "stopped")
+        assert site.run("down", str(site.config)).code == 0
+        assert (ready.wait(TIMEOUT_S), stopped.wait(TIMEOUT_S)) == (130, 0)
+        for command in (ready, stopped):
+            command.communicate()
+
+
+def wait_for_all_but_one(fds: list[int]) -> set[int]:
+    ended: set[int] = set()
+    while len(ended) < len(fds) - 1:
+        ended |= set(select.select([fd for fd in fds if fd not in ended], [], [], TIMEOUT_S)[0])
+    return ended
+
+
+# Waiting
+
+
+def test_waiting_for_what_has_ended_gives_its_code_and_its_first_failure(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    runtime = Runtime.of("omni", tmp_path)
+    runtime.create()
+    failure = {"stage": "talker", "phase": "load", "text": "no room\nat all"}
+    runtime.state.write_text(json.dumps({"state": "ended", "exit_code": 124, "pid": 1, "first_failure": failure}))
+    assert wait_until(runtime, "ready", 5) == 124
+    assert "omni has ended (exit 124): stage talker failed in phase load: no room\n" in capsys.readouterr().err
+    assert wait_until(runtime, "stopped", 5) == 0
+    runtime.state.write_text(json.dumps({"state": "booting", "pid": 1}))
+    assert wait_until(runtime, "ready", 5) == 71
+
+
+def test_a_refusal_of_the_supervisor_is_an_error_of_the_command(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with serving(tmp_path) as stub:
+            with pytest.raises(ControlError, match="refuses"):
+                await asyncio.to_thread(request, stub.runtime, "POST", "/v1/restart?stage=alpha")
+
+    asyncio.run(scenario())
+
+
+# All of it, in one boot
+
+
+def heard_until(process: subprocess.Popen[str], text: str) -> str:
+    assert process.stderr is not None
+    said = ""
+    for line in process.stderr:
+        said += line
+        if text in line:
+            return said
+    raise AssertionError(f"never said {text!r}: {said}")
+
+
+def test_a_boot_is_followed_and_waited_for_and_survives_the_loss_of_its_directory(tmp_path: Path) -> None:
+    fifo = tmp_path / "hold"
+    os.mkfifo(fifo)
+    site = Site(tmp_path, [light_stage(0, "alpha", 0, options={"hold": str(fifo), "words": "hello from the stage"})])
+    config, runtime = str(site.write()), Runtime.of("site", tmp_path / "run")
+    up = site.start("up", config)
+    with ExitStack() as stack:
+        stack.callback(up.kill)
+        before = heard_until(up, "context -> load")
+        status, body = exchange(runtime, "GET", "/readyz")
+        (stage,) = body["stages"]
+        assert (status, body["state"], stage["name"], stage["phase"]) == (503, "booting", "alpha", "load")
+        assert stage["phase_elapsed_s"] >= 0
+        assert exchange(runtime, "GET", "/v1/health")[0] == 200
+        late = site.run("wait", config, "--for", "ready", "--timeout", "1ms")
+        assert (late.code, "alpha in phase load for" in late.stderr) == (75, True), late.stderr
+        events = started(site, stack, "events", config)
+        logs = started(site, stack, "logs", "alpha", "-f", "--runtime-dir", str(tmp_path / "run"))
+        assert events.stdout is not None
+        assert logs.stdout is not None
+        assert json.loads(events.stdout.readline())["event"] == "admitting"
+        assert logs.stdout.readline() == "hello from the stage\n"
+
+        shutil.rmtree(runtime.directory)
+        second = site.run("up", config)
+        assert (second.code, f"supervisor pid {up.pid}" in second.stderr) == (75, True), second.stderr
+        heard_until(up, "control.sock was deleted or replaced: made again")
+        waits = {state: started(site, stack, "wait", config, "--for", state) for state in ("ready", "stopped")}
+        with fifo.open("wb") as hold:
+            hold.write(b".")
+        assert waits["ready"].wait(TIMEOUT_S) == 0
+        assert exchange(runtime, "GET", "/v1/ready")[0] == 200
+        assert logs.stdout.readline() == "hello from the stage again\n"
+        down = site.run("down", config)
+        _, said = up.communicate(timeout=TIMEOUT_S)
+        assert (down.code, up.returncode, waits["stopped"].wait(TIMEOUT_S)) == (0, 0, 0), said
+        assert "\nalpha | hello from the stage again\n" in said
+
+        records = list(map(json.loads, events.stdout))
+        assert (events.wait(TIMEOUT_S), logs.wait(TIMEOUT_S)) == (0, 0)
+        assert [record["seq"] for record in records] == list(range(2, len(records) + 2))
+        of_stage = [record["event"] for record in records if record.get("stage") == "alpha"]
+        of_whole = [record["event"] for record in records if "stage" not in record]
+        assert of_whole == ["booting", "ready", "stopping", "ended"]
+        assert (of_stage[0], of_stage[-2:]) == ("started", ["ready", "ended"])
+        assert {"phase", "lock_taken", "sized"} <= set(of_stage)
+        assert records[-1]["exit_code"] == 0
+        site.assert_nothing_left(Ran(0, "", before + said))
+
+
+def started(site: Site, stack: ExitStack, *words: str) -> subprocess.Popen[str]:
+    process = site.start(*words)
+    stack.callback(process.communicate)
+    stack.callback(process.kill)
+    return process
