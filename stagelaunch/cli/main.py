@@ -36,6 +36,8 @@ COMMANDS: dict[str, Entry] = {
     "status": Entry("stagelaunch.cli.status:status", "Show a running deployment: phases, ledgers, devices."),
     "probe": Entry("stagelaunch.cli.probe:probe", "Run one step through a ready stage and compare it."),
     "down": Entry("stagelaunch.cli.down:down", "Stop a running deployment and wait until it is gone."),
+    "smoke": Entry("stagelaunch.cli.smoke:smoke", "Boot, probe, stop and look for leftovers, as a test for CI."),
+    "systemd": Entry("stagelaunch.cli.systemd:systemd", "Print a systemd unit that runs a deployment."),
     "doctor": Entry("stagelaunch.cli.doctor:doctor", "Check devices, driver, lock directory and leftovers."),
     "schema": Entry("stagelaunch.cli.schema:schema", "Print the JSON Schema of deployment files."),
 }

@@ -7,7 +7,6 @@ import contextlib
 import json
 import os
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import IO, Any
 
 import click
 
+from stagelaunch.cli.background import start_in_background
 from stagelaunch.cli.machine import simulated_machine
 from stagelaunch.cli.pages import render_status
 from stagelaunch.cli.streams import discard
@@ -23,6 +23,7 @@ from stagelaunch.core import failure
 from stagelaunch.core.errors import ExitCode, StagelaunchError, UsageError
 from stagelaunch.core.outcome import Outcome
 from stagelaunch.core.units import format_duration, parse_duration
+from stagelaunch.supervisor.notify import VARIABLES, ServiceLink, read_link
 from stagelaunch.supervisor.run import Listener, run_deployment
 from stagelaunch.system.log_file import tail
 
@@ -40,9 +41,20 @@ _LONGEST_WAIT_S = 366 * 86400.0
     help="If it does not fit beside what others hold or have claimed, wait so long (60s, 5m) for it to fit.",
 )
 @click.option("--runtime-dir", type=click.Path(path_type=Path), help="Where sockets and logs go.")
+@click.option("--ci", is_flag=True, help="For runners that cancel within seconds: a stop takes at most 4s in all.")
 @click.option("--notify-fd", type=int, hidden=True, help="Tell progress to this descriptor, one JSON object a line.")
+@click.option("--notify-socket", hidden=True, help="Where a service manager listens.")
+@click.option("--watchdog-usec", type=click.IntRange(min=1), hidden=True, help="How often it wants to hear from us.")
 def up(
-    config: str, detach: bool, wait: bool, wait_text: str | None, runtime_dir: Path | None, notify_fd: int | None
+    config: str,
+    detach: bool,
+    wait: bool,
+    wait_text: str | None,
+    runtime_dir: Path | None,
+    ci: bool,
+    notify_fd: int | None,
+    notify_socket: str | None,
+    watchdog_usec: int | None,
 ) -> int:
     """Boot every stage of the deployment in CONFIG, or none.
 
@@ -55,8 +67,9 @@ def up(
     if target.loaded is None:
         raise UsageError(f"{config!r} is not a config file; `up` takes the path of a *.yaml or *.json file")
     if detach:
-        return _detach(config, target, runtime_dir, wait, wait_text)
-    code = _foreground(target, None if notify_fd is None else os.fdopen(notify_fd, "w"), wait_s)
+        return _detach(config, target, runtime_dir, wait, wait_text, ci)
+    link = _service_link(notify_socket, watchdog_usec)
+    code = _foreground(target, None if notify_fd is None else os.fdopen(notify_fd, "w"), wait_s, link, ci)
     # Not through the interpreter's exit: it would wait for children that could not be killed.
     sys.stdout.flush()
     sys.stderr.flush()
@@ -74,13 +87,23 @@ def parse_wait(text: str) -> float:
     return wait_s
 
 
-def _foreground(target: Target, notify: IO[str] | None, wait_s: float | None) -> int:
+def _service_link(address: str | None, watchdog_usec: int | None) -> ServiceLink:
+    """As handed over, else from our environment: stages inherit that, and must not speak to a service manager."""
+    link = read_link(os.environ, os.getpid())
+    for name in VARIABLES:
+        os.environ.pop(name, None)
+    if address is not None:
+        link = ServiceLink(address, None if watchdog_usec is None else watchdog_usec / 1e6)
+    return link
+
+
+def _foreground(target: Target, notify: IO[str] | None, wait_s: float | None, link: ServiceLink, ci: bool) -> int:
     loaded = target.loaded
     assert loaded is not None
     voice = _Voice(notify)
     try:
         machine = simulated_machine(loaded)
-        outcome = asyncio.run(run_deployment(loaded, machine, target.runtime, voice.listener(), wait_s))
+        outcome = asyncio.run(run_deployment(loaded, machine, target.runtime, voice.listener(), wait_s, link, ci))
     except StagelaunchError as error:
         voice.ended(error.exit_code, str(error))
         raise
@@ -158,21 +181,12 @@ class _Voice:
             self._notify = None
 
 
-def _detach(config: str, target: Target, runtime_dir: Path | None, wait: bool, wait_text: str | None) -> int:
-    target.runtime.create()
+def _detach(config: str, target: Target, runtime_dir: Path | None, wait: bool, wait_text: str | None, ci: bool) -> int:
+    options = [] if wait_text is None else ["--wait-for-memory", wait_text]
+    if ci:
+        options.append("--ci")
+    child, read_fd = start_in_background(target.runtime, config, runtime_dir, options)
     log_path = target.runtime.supervisor_log
-    read_fd, write_fd = os.pipe()
-    command = [sys.executable, "-m", "stagelaunch", "up", "--notify-fd", str(write_fd)]
-    if runtime_dir is not None:
-        command += ["--runtime-dir", str(runtime_dir.absolute())]
-    if wait_text is not None:
-        command += ["--wait-for-memory", wait_text]
-    command += ["--", config]
-    with open(log_path, "ab") as log:
-        child = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, pass_fds=(write_fd,), start_new_session=True
-        )
-    os.close(write_fd)
     # Whoever ends the waiting process means the boot: SIGTERM is taken like Ctrl-C.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     with os.fdopen(read_fd) as events:

@@ -25,8 +25,10 @@ from stagelaunch.core.units import format_size
 from stagelaunch.supervisor import corrections
 from stagelaunch.supervisor.admission import Admitted, admit, devices_now
 from stagelaunch.supervisor.control import ControlServer, Handlers
+from stagelaunch.supervisor.notify import NO_SERVICE, NotifySocket, ServiceLink
 from stagelaunch.supervisor.runtime import Runtime, writable, write_atomically
-from stagelaunch.supervisor.status import status_body
+from stagelaunch.supervisor.service import ServiceNotifier
+from stagelaunch.supervisor.status import stage_bodies, status_body
 from stagelaunch.supervisor.supervisor import KILL_WAIT_S, Supervisor
 from stagelaunch.supervisor.waiting import Patience
 from stagelaunch.system.locks import LockDirectory, sweep
@@ -56,6 +58,8 @@ async def run_deployment(
     runtime: Runtime,
     listener: Listener,
     wait_for_memory_s: float | None = None,
+    link: ServiceLink = NO_SERVICE,
+    ci: bool = False,
 ) -> Outcome:
     """Claim, admit, boot, watch, stop, verify. Returns how it ended; raises only before anything was spawned.
 
@@ -63,6 +67,8 @@ async def run_deployment(
     """
     runtime.create()
     with runtime.claim(), ExitStack() as held:
+        service = _service(link, listener, loaded.deployment)
+        held.callback(service.close)
         _cancel_on_signals()
         try:
             with writable(runtime.directory):
@@ -70,6 +76,7 @@ async def run_deployment(
             lock_dir = LockDirectory(loaded.lock_dir)
             patience = None if wait_for_memory_s is None else Patience(wait_for_memory_s, listener.say, runtime)
             _say_what_is_forecast(loaded.deployment, listener)
+            service.admitting(wait_for_memory_s or 0.0)
             admitted = await admit(loaded, machine, runtime, lock_dir, held, patience)
             admitted = _with_corrections(admitted, runtime, listener)
             with writable(runtime.directory):
@@ -79,11 +86,17 @@ async def run_deployment(
             _note_ending(runtime, exit_code=_exit_code(error), leftovers=[])
             raise
         outcome = None
+        session = _Session(admitted, runtime, lock_dir, listener, service, ci)
         try:
-            outcome = await _Session(admitted, runtime, lock_dir, listener).run()
+            outcome = await session.run()
         finally:
-            _note_ending(runtime, **_ending(outcome))
+            _note_ending(runtime, **_ending(outcome), stages=session.stages())
         return outcome
+
+
+def _service(link: ServiceLink, listener: Listener, deployment: Deployment) -> ServiceNotifier:
+    manager = NotifySocket(link.address, listener.say)
+    return ServiceNotifier(manager, link.watchdog_s, deployment.timeouts, KILL_WAIT_S)
 
 
 def _say_what_is_forecast(deployment: Deployment, listener: Listener) -> None:
@@ -143,7 +156,11 @@ class _Session:
         runtime: Runtime,
         lock_dir: LockDirectory,
         listener: Listener,
+        service: ServiceNotifier,
+        ci: bool,
     ) -> None:
+        self._service = service
+        self._ci = ci
         self._deployment = deployment = admitted.deployment
         self._admitted = admitted
         self._runtime = runtime
@@ -164,7 +181,9 @@ class _Session:
         await server.start()
         try:
             self._listener.on_started()
+            self._service.booting(self._supervisor.views, self._why_stopping)
             result = await self._supervisor.run()
+            self._service.tick()
             leftovers = await self._leftovers(result)
         finally:
             self._sweep_locks()
@@ -176,6 +195,17 @@ class _Session:
             interrupted=self._interrupted,
             leftovers=leftovers,
         )
+
+    def stages(self) -> list[dict[str, Any]]:
+        """Each stage as `status` shows it: how far it came."""
+        return stage_bodies(self._deployment, self._supervisor, time.monotonic())
+
+    def _why_stopping(self) -> str | None:
+        state = self._supervisor.state
+        if state.mode not in (launch.Mode.STOPPING, launch.Mode.FINISHED):
+            return None
+        story = _story(state.first_failure)
+        return str(state.stop_reason) if story is None else story.headline()
 
     def _sweep_locks(self) -> None:
         """A killed stage leaves its record beside the device lock; the lock itself went with it."""
@@ -209,6 +239,7 @@ class _Session:
 
     async def _announce_ready(self) -> None:
         self._note_state("ready")
+        self._service.ready()
         self._listener.on_ready(await self._status())
 
     def _note_state(self, state: str) -> None:

@@ -22,8 +22,6 @@ def status_body(
     at_s: float,
 ) -> dict[str, Any]:
     """Everything known about a running deployment; sizes in bytes, times in seconds."""
-    pids = supervisor.pids()
-    views = supervisor.views()
     return {
         "version": API_VERSION,
         "name": deployment.name,
@@ -31,14 +29,20 @@ def status_body(
         "pid": os.getpid(),
         "elapsed_s": at_s - supervisor.began_s,
         "boot_s": None if supervisor.ready_at_s is None else supervisor.ready_at_s - supervisor.began_s,
-        "stages": [
-            _stage(stage.id, stage.name, stage.device_indices[0], pids.get(stage.id), views[stage.id], at_s)
-            for stage in deployment.stages
-        ],
+        "stages": stage_bodies(deployment, supervisor, at_s),
         "devices": [
             {**device_to_json(now[index]), "free_before_bytes": before[index].free_bytes} for index in sorted(now)
         ],
     }
+
+
+def stage_bodies(deployment: Deployment, supervisor: Supervisor, at_s: float) -> list[dict[str, Any]]:
+    """Every stage of the deployment, in the order of its file."""
+    pids, views = supervisor.pids(), supervisor.views()
+    return [
+        _stage(stage.id, stage.name, stage.device_indices[0], pids.get(stage.id), views[stage.id], at_s)
+        for stage in deployment.stages
+    ]
 
 
 def deployment_state(supervisor: Supervisor) -> str:
