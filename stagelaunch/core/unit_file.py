@@ -45,7 +45,7 @@ def unit_text(service: Service) -> str:
     limits = service.timeouts
     start_s, stop_s = _whole(quiet_bound_s(limits)), _whole(stop_bound_s(limits, service.kill_wait_s))
     lines = [
-        f"# {unit_name(service.name)}, made by `stagelaunch systemd`; make it again when a timeout of the config changes",
+        f"# {unit_name(service.name)}, made by `stagelaunch systemd`; make it anew when timeouts of the config change",
         "[Unit]",
         f"Description=stagelaunch deployment {service.name}",
         "After=nvidia-persistenced.service",
