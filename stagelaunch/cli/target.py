@@ -10,7 +10,7 @@ from stagelaunch.core.config_fields import is_slug
 from stagelaunch.core.errors import UsageError
 from stagelaunch.supervisor.runtime import Runtime
 
-_CONFIG_SUFFIXES = (".yaml", ".yml", ".json")
+CONFIG_SUFFIXES = (".yaml", ".yml", ".json")
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class Target:
 
 def find_target(given: str, runtime_dir: Path | None) -> Target:
     """A path that looks like a config file is read; anything else is the name of a deployment."""
-    if given.endswith(_CONFIG_SUFFIXES):
+    if given.endswith(CONFIG_SUFFIXES):
         loaded = load_deployment(given)
         return Target(loaded.deployment.name, runtime_of(loaded, runtime_dir), loaded)
     if not is_slug(given):
