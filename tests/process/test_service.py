@@ -51,10 +51,13 @@ class Running:
         self.said: list[str] = []
         self.stop_reason: str | None = None
         self.loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self.loop.run_forever)
+        self._thread = threading.Thread(target=self.loop.run_forever, daemon=True)
         self._thread.start()
         self.notifier = ServiceNotifier(NotifySocket(address, self.said.append), WATCHDOG_S, Timeouts(), 10.0)
         self.do(lambda: self.notifier.admitting())
+        self.boot(views)
+
+    def boot(self, views: dict[int, StageView | None]) -> None:
         self.do(lambda: self.notifier.booting(lambda: views, lambda: self.stop_reason))
 
     def do(self, what: object) -> None:
@@ -103,9 +106,14 @@ def test_more_time_is_asked_for_only_while_the_boot_gets_on(manager: Manager) ->
         views.update({0: board.apply(loading(100), m.Ready(9.0)), 1: board.apply(loading(9), m.Ready(9.0))})
         running.do(running.notifier.ready)
         manager.until("READY=1")
-        # From here on it would only put the watchdog off.
+        # All stages are started again, as after a failure: from here on more time would only put the watchdog off.
         views[0] = loading(45)
+        running.boot(views)
+        manager.until("STATUS=booting: 1 of 2 ready; thinker: load 45 %")
+        views[0] = loading(46)
         beats_without(manager, "EXTEND_TIMEOUT_USEC")
+        running.do(running.notifier.ready)
+        manager.until("STATUS=ready: 2 stages")
         assert manager.lines("READY") == ["1"]
 
         running.do(running.notifier.reloading)

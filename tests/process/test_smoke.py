@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -17,7 +18,10 @@ from deployments import ROOT, Ran, Site, is_gone, light_stage
 from stagelaunch.cli.interrupts import Interrupted, Interrupts
 from stagelaunch.cli.main import main
 from stagelaunch.cli.smoke_boot import AGAIN_WAIT_S, SmokeBoot
+from stagelaunch.cli.smoke_voice import SmokeVoice
 from stagelaunch.cli.target import find_target
+from stagelaunch.core.smoke import SmokeReport
+from stagelaunch.system.marked import MARK, command_of, marked_pids
 
 WINDOW_S = 6.0
 
@@ -138,6 +142,44 @@ def test_a_second_signal_leaves_a_boot_that_does_not_listen_no_more_time(site: S
     assert deaf.returncode == -signal.SIGKILL
     assert interrupts.first_at_s is not None
     assert time.monotonic() - interrupts.first_at_s < AGAIN_WAIT_S + 1.5
+
+
+def test_whatever_a_boot_has_started_is_found_by_its_mark() -> None:
+    """A grandchild in a session of its own, whose parent is gone: nothing but the mark leads to it."""
+    script = """
+import os, signal
+if os.fork():
+    os._exit(0)
+os.setsid()
+print(os.getpid(), flush=True)
+signal.pause()
+"""
+    mark = f"test-{os.getpid()}"
+    assert marked_pids(mark) == ()
+    child = subprocess.Popen(
+        [sys.executable, "-c", script], env={**os.environ, MARK: mark}, stdout=subprocess.PIPE, text=True
+    )
+    assert child.stdout is not None
+    grandchild = int(child.stdout.readline())
+    child.wait()
+    try:
+        assert marked_pids(mark) == (grandchild,)
+        assert "signal.pause()" in command_of(grandchild)
+    finally:
+        os.kill(grandchild, signal.SIGKILL)
+    assert is_gone(grandchild)
+    child.stdout.close()
+    assert marked_pids(mark) == ()
+
+
+def test_nothing_a_boot_says_is_a_command_on_actions(capsys: pytest.CaptureFixture[str]) -> None:
+    with SmokeVoice({"GITHUB_ACTIONS": "true"}).boot(SmokeReport("site", 2), 1) as on_line:
+        on_line("::error::not ours")
+    begin, stop, line, resume, end = capsys.readouterr().out.splitlines()
+    assert (begin, line, end) == ("::group::boot 1 of 2", "::error::not ours", "::endgroup::")
+    token = stop.removeprefix("::stop-commands::")
+    assert len(token) == 32
+    assert resume == f"::{token}::"
 
 
 def test_what_cannot_be_tested_is_said_before_anything_is_started(
