@@ -15,15 +15,15 @@ from typing import NoReturn
 import click
 
 import stagelaunch
+from stagelaunch.supervisor.notify import VARIABLES, read_link
 from stagelaunch.warden import PASSED_ON
 
 _PACKAGE = Path(stagelaunch.__file__).resolve().parent
-_SERVICE_MANAGER = ("NOTIFY_SOCKET", "WATCHDOG_USEC", "WATCHDOG_PID")
 
 
 def become_warden(arguments: list[str]) -> NoReturn:
     """Replace this process by the warden, whose supervisor is ``up`` with these arguments. OSError where that fails."""
-    environment = {name: value for name, value in os.environ.items() if name not in _SERVICE_MANAGER}
+    environment = {name: value for name, value in os.environ.items() if name not in VARIABLES}
     words = [*_interpreter(), "stagelaunch", "up", "--", *for_supervisor(os.environ, os.getpid()), *arguments]
     command = [sys.executable, "-I", "-S", str(_PACKAGE / "warden.py"), *words]
     for stream in (sys.stdout, sys.stderr):
@@ -49,13 +49,10 @@ def same_arguments(context: click.Context) -> list[str]:
 
 def for_supervisor(environment: Mapping[str, str], pid: int) -> list[str]:
     """What the service manager tells the process with this pid, as options of ``up``."""
-    options = []
-    if address := environment.get("NOTIFY_SOCKET"):
-        options += ["--notify-socket", address]
-    usec = environment.get("WATCHDOG_USEC", "")
-    # Set for another process, the watchdog is none of ours.
-    if usec.isdecimal() and environment.get("WATCHDOG_PID", str(pid)) == str(pid):
-        options += ["--watchdog-usec", usec]
+    link = read_link(environment, pid)
+    options = [] if link.address is None else ["--notify-socket", link.address]
+    if link.watchdog_s is not None:
+        options += ["--watchdog-usec", str(round(link.watchdog_s * 1e6))]
     return options
 
 

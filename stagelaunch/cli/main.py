@@ -40,6 +40,8 @@ COMMANDS: dict[str, Entry] = {
     "wait": Entry("stagelaunch.cli.wait:wait", "Wait until a deployment is ready, or has stopped."),
     "restart": Entry("stagelaunch.cli.restart:restart", "Start one stage of a running deployment again."),
     "down": Entry("stagelaunch.cli.down:down", "Stop a running deployment and wait until it is gone."),
+    "smoke": Entry("stagelaunch.cli.smoke:smoke", "Boot, probe, stop and look for leftovers, as a test for CI."),
+    "systemd": Entry("stagelaunch.cli.systemd:systemd", "Print a systemd unit that runs a deployment."),
     "doctor": Entry("stagelaunch.cli.doctor:doctor", "Check devices, driver, lock directory and leftovers."),
     "schema": Entry("stagelaunch.cli.schema:schema", "Print the JSON Schema of deployment files."),
 }

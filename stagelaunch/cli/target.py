@@ -12,7 +12,7 @@ from stagelaunch.core.config_fields import is_slug
 from stagelaunch.core.errors import UsageError
 from stagelaunch.supervisor.runtime import Runtime, list_runtimes
 
-_CONFIG_SUFFIXES = (".yaml", ".yml", ".json")
+CONFIG_SUFFIXES = (".yaml", ".yml", ".json")
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class Target:
 
 def find_target(given: str, runtime_dir: Path | None) -> Target:
     """A path that looks like a config file is read; anything else is the name of a deployment."""
-    if given.endswith(_CONFIG_SUFFIXES):
+    if given.endswith(CONFIG_SUFFIXES):
         loaded = load_deployment(given)
         return Target(loaded.deployment.name, runtime_of(loaded, runtime_dir), loaded)
     if not is_slug(given):
@@ -43,7 +43,7 @@ def find_stages(words: Sequence[str], runtime_dir: Path | None) -> tuple[Target,
     if not words:
         raise UsageError("name a deployment or a stage")
     first, *rest = words
-    if first.endswith(_CONFIG_SUFFIXES) or Runtime.of(first, runtime_dir).directory.is_dir():
+    if first.endswith(CONFIG_SUFFIXES) or Runtime.of(first, runtime_dir).directory.is_dir():
         target = find_target(first, runtime_dir)
         return target, _known(target, rest)
     known = {runtime.directory.name: stage_names(runtime) for runtime in list_runtimes(runtime_dir)}

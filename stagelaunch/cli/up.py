@@ -7,7 +7,6 @@ import contextlib
 import json
 import os
 import signal
-import subprocess
 import sys
 import time
 from dataclasses import replace
@@ -16,6 +15,7 @@ from typing import IO, TYPE_CHECKING, Any
 
 import click
 
+from stagelaunch.cli.background import start_in_background
 from stagelaunch.cli.become_warden import become_warden, same_arguments
 from stagelaunch.cli.machine import simulated_machine
 from stagelaunch.cli.pages import render_status
@@ -24,7 +24,7 @@ from stagelaunch.cli.target import Target, find_target
 from stagelaunch.core import failure
 from stagelaunch.core.errors import ExitCode, StagelaunchError, UsageError
 from stagelaunch.core.outcome import Outcome
-from stagelaunch.core.run_options import RunOptions, ServiceManager
+from stagelaunch.core.run_options import RunOptions, ServiceLink
 from stagelaunch.core.units import format_duration, parse_duration
 from stagelaunch.supervisor.own_run import OwnRun
 from stagelaunch.system.log_file import tail
@@ -54,7 +54,12 @@ _LONGEST_WAIT_S = 366 * 86400.0
 @click.option("--run-id", hidden=True, help="Given by the warden: the id of this run.")
 @click.option("--cgroup", type=click.Path(path_type=Path), hidden=True, help="Given by the warden: the run's cgroup.")
 @click.option("--notify-socket", hidden=True, help="Where the service manager listens.")
-@click.option("--watchdog-usec", type=int, hidden=True, help="How often the service manager wants a sign of life.")
+@click.option(
+    "--watchdog-usec",
+    type=click.IntRange(min=1),
+    hidden=True,
+    help="How often the service manager wants a sign of life.",
+)
 @click.pass_context
 def up(
     context: click.Context,
@@ -87,11 +92,11 @@ def up(
     if warden is None:
         become_warden(same_arguments(context))
     die_with_parent(warden)
-    manager = ServiceManager(notify_socket, watchdog_usec)
+    link = ServiceLink(notify_socket, None if watchdog_usec is None else watchdog_usec / 1e6)
     if run_id is not None:
         target = replace(target, runtime=replace(target.runtime, run=OwnRun.under(warden, run_id, cgroup)))
     code = _foreground(
-        target, None if notify_fd is None else os.fdopen(notify_fd, "w"), RunOptions(wait_s, ci, quiet, manager)
+        target, None if notify_fd is None else os.fdopen(notify_fd, "w"), RunOptions(wait_s, ci, quiet, link)
     )
     # Not through the interpreter's exit: it would wait for children that could not be killed.
     sys.stdout.flush()
@@ -222,22 +227,11 @@ class _Voice:
 
 
 def _detach(config: str, target: Target, runtime_dir: Path | None, wait: bool, wait_text: str | None, ci: bool) -> int:
-    target.runtime.create()
-    log_path = target.runtime.supervisor_log
-    read_fd, write_fd = os.pipe()
-    command = [sys.executable, "-m", "stagelaunch", "up", "--notify-fd", str(write_fd)]
-    if runtime_dir is not None:
-        command += ["--runtime-dir", str(runtime_dir.absolute())]
+    options = [] if wait_text is None else ["--wait-for-memory", wait_text]
     if ci:
-        command += ["--ci"]
-    if wait_text is not None:
-        command += ["--wait-for-memory", wait_text]
-    command += ["--", config]
-    with open(log_path, "ab") as log:
-        child = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, pass_fds=(write_fd,), start_new_session=True
-        )
-    os.close(write_fd)
+        options.append("--ci")
+    child, read_fd = start_in_background(target.runtime, config, runtime_dir, options)
+    log_path = target.runtime.supervisor_log
     # Whoever ends the waiting process means the boot: SIGTERM is taken like Ctrl-C.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     with os.fdopen(read_fd) as events:

@@ -6,13 +6,17 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class ServiceManager:
-    """The service manager's wishes; taken out of the environment, so that no stage can speak for the deployment."""
+class ServiceLink:
+    """Where a service manager listens, and within which time it wants to hear that we are alive.
 
-    notify_socket: str | None = None
-    """Where it listens (NOTIFY_SOCKET)."""
-    watchdog_usec: int | None = None
-    """How often, in microseconds, it wants a sign of life at the least (WATCHDOG_USEC)."""
+    Taken out of the environment, so that no stage can speak for the deployment.
+    """
+
+    address: str | None = None
+    watchdog_s: float | None = None
+
+
+NO_SERVICE = ServiceLink()
 
 
 @dataclass(frozen=True)
@@ -25,4 +29,4 @@ class RunOptions:
     """A stop takes 4 s in all, whatever the config says."""
     quiet: bool = False
     """What the stages write to their logs is not shown."""
-    service_manager: ServiceManager = ServiceManager()
+    service: ServiceLink = NO_SERVICE

@@ -55,6 +55,10 @@ class StageLogs:
         """Look after the logs until ``close``."""
         self._task = asyncio.create_task(self._mind())
 
+    def take_over(self, limits: Logs) -> None:
+        """Go on under other limits."""
+        self._limits = limits
+
     def poll(self) -> None:
         """Show what is new, as far as the console takes it."""
         self._print()

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import signal
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import replace
 
 from filelock import FileLock
@@ -25,7 +25,9 @@ from stagelaunch.supervisor.admission import Admitted, admit, refuse_if_claimed
 from stagelaunch.supervisor.endings import note_begin, note_ending, note_outcome
 from stagelaunch.supervisor.events import EventLog
 from stagelaunch.supervisor.leftovers import clear_leftovers
+from stagelaunch.supervisor.notify import NotifySocket
 from stagelaunch.supervisor.runtime import Runtime, writable, write_atomically
+from stagelaunch.supervisor.service import ServiceNotifier
 from stagelaunch.supervisor.session import Listener, Session, dump_threads_on_quit, restart_budget
 from stagelaunch.supervisor.waiting import Patience
 from stagelaunch.system.locks import LockDirectory
@@ -47,94 +49,124 @@ async def run_deployment(
     """
     runtime.create()
     dump_threads_on_quit(chain=False)
-    with runtime.claim() as lock:
+    with runtime.claim() as lock, closing(_service(options, listener, loaded.deployment)) as service:
         _cancel_on_signals()
         asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, listener.reopen)
         # What cannot be read there is said when it is needed.
         with contextlib.suppress(LockDirectoryError):
             refuse_if_claimed(loaded.lock_dir, loaded.deployment.name, runtime)
         await clear_leftovers(runtime, listener.say)
-        granted: tuple[float, ...] = ()
+        return await _Rounds(loaded, machine, runtime, lock, listener, options, service).run()
+
+
+def _service(options: RunOptions, listener: Listener, deployment: Deployment) -> ServiceNotifier:
+    manager = NotifySocket(options.service.address, listener.say)
+    return ServiceNotifier(manager, options.service.watchdog_s, deployment.timeouts)
+
+
+class _Rounds:
+    """The boots of one deployment, one after another: mostly one, with ``on_failure: restart-all`` perhaps more."""
+
+    def __init__(
+        self,
+        loaded: LoadedDeployment,
+        machine: SimulatedMachine | None,
+        runtime: Runtime,
+        lock: FileLock,
+        listener: Listener,
+        options: RunOptions,
+        service: ServiceNotifier,
+    ) -> None:
+        self._loaded = loaded
+        self._machine = machine
+        self._runtime = runtime
+        self._lock = lock
+        self._listener = listener
+        self._say = listener.say
+        self._options = options
+        self._service = service
+        self._granted: tuple[float, ...] = ()
+        """When each restart was granted."""
+
+    async def run(self) -> Outcome:
+        """How the last round ended that got as far as starting stages."""
         ended: Outcome | None = None
         while True:
             _cancel_on_signals()
             try:
-                ended, loaded = await _run_once(loaded, machine, runtime, lock, listener, options)
-                granted = await _until_restart(loaded.deployment, ended, granted, runtime, listener)
+                ended = await self._round()
+                if not await self._until_restart(ended):
+                    return ended
             except (StagelaunchError, asyncio.CancelledError) as error:
                 if ended is None:
                     raise
                 # It had failed before, and that is how it ended: it only could not be started again.
-                listener.say(f"is not started again: {str(error) or 'asked to stop'}")
-            else:
-                if granted:
-                    continue
-            note_outcome(runtime, ended)
-            return ended
+                self._say(f"is not started again: {str(error) or 'asked to stop'}")
+                note_outcome(self._runtime, ended)
+                return ended
 
+    async def _round(self) -> Outcome:
+        events = EventLog()
+        events.add(News(EventKind.ADMITTING))
+        with ExitStack() as held:
+            try:
+                lock_dir, admitted = await self._admit(held)
+            except BaseException as error:
+                note_ending(self._runtime, exit_code=_exit_code(error), leftovers=[])
+                raise
+            session = Session(
+                self._loaded, admitted, self._runtime, self._lock, lock_dir, self._listener, events, self._options,
+                self._service,
+            )  # fmt: skip
+            outcome = None
+            try:
+                outcome = await session.run()
+            finally:
+                self._loaded = session.loaded
+                note_outcome(self._runtime, outcome, session.stages())
+            return outcome
 
-async def _run_once(
-    loaded: LoadedDeployment,
-    machine: SimulatedMachine | None,
-    runtime: Runtime,
-    lock: FileLock,
-    listener: Listener,
-    options: RunOptions,
-) -> tuple[Outcome, LoadedDeployment]:
-    """How it ended, and the config as it was reloaded meanwhile."""
-    events = EventLog()
-    events.add(News(EventKind.ADMITTING))
-    with ExitStack() as held:
-        try:
-            with writable(runtime.directory):
-                runtime.write_state("admitting", config=str(loaded.path))
-            lock_dir = LockDirectory(loaded.lock_dir)
-            wait_s = options.wait_for_memory_s
-            patience = None if wait_s is None else Patience(wait_s, listener.say, runtime)
-            _say_what_is_forecast(loaded.deployment, listener)
-            admitted = await admit(loaded, machine, runtime, lock_dir, held, patience)
-            admitted = _with_corrections(admitted, runtime, listener)
-            note_begin(runtime)
-            with writable(runtime.directory):
-                write_atomically(runtime.run_file, runs_to_json(admitted.runs))
-                runtime.write_state("booting", config=str(loaded.path))
-        except BaseException as error:
-            note_ending(runtime, exit_code=_exit_code(error), leftovers=[])
-            raise
-        outcome = None
-        try:
-            session = Session(loaded, admitted, runtime, lock, lock_dir, listener, events, options)
-            outcome = await session.run()
-        finally:
-            note_outcome(runtime, outcome)
-        return outcome, session.loaded
+    async def _admit(self, held: ExitStack) -> tuple[LockDirectory, Admitted]:
+        loaded, runtime, wait_s = self._loaded, self._runtime, self._options.wait_for_memory_s
+        with writable(runtime.directory):
+            runtime.write_state("admitting", config=str(loaded.path))
+        lock_dir = LockDirectory(loaded.lock_dir)
+        patience = None if wait_s is None else Patience(wait_s, self._say, runtime)
+        _say_what_is_forecast(loaded.deployment, self._listener)
+        self._service.admitting(wait_s or 0.0)
+        admitted = await admit(loaded, self._machine, runtime, lock_dir, held, patience)
+        admitted = _with_corrections(admitted, runtime, self._listener)
+        note_begin(runtime)
+        with writable(runtime.directory):
+            write_atomically(runtime.run_file, runs_to_json(admitted.runs))
+            runtime.write_state("booting", config=str(loaded.path))
+        return lock_dir, admitted
 
+    async def _until_restart(self, ended: Outcome) -> bool:
+        """True when the whole is to be started again, once its pause is over; False when it is not.
 
-async def _until_restart(
-    deployment: Deployment, ended: Outcome, granted: tuple[float, ...], runtime: Runtime, listener: Listener
-) -> tuple[float, ...]:
-    """Returns when the whole may be started again, with the times of all such grants; with none when it may not.
-
-    Cancelled by a signal, as before the first start.
-    """
-    failed = ended.first is not None and ended.was_ready and not ended.asked_to_stop
-    if deployment.on_failure != "restart-all" or not failed or ended.leftovers:
-        return ()
-    now_s, budget = time.monotonic(), restart_budget(deployment)
-    restart_at_s = budget.next_at_s(granted, now_s)
-    if restart_at_s is None:
-        within = format_duration(budget.within_s)
-        listener.say(f"is not started again: {budget.max_restarts} restarts within {within} are used up")
-        return ()
-    pause_s = restart_at_s - now_s
-    assert ended.first is not None
-    listener.say(f"{ended.first.headline()}")
-    listener.say(f"everything is started again in {format_duration(pause_s)} (restart {len(granted) + 1})")
-    _cancel_on_signals()
-    with contextlib.suppress(OSError):
-        runtime.write_state("restarting")
-    await asyncio.sleep(pause_s)
-    return (*granted, now_s)
+        Cancelled by a signal, as before the first start.
+        """
+        deployment = self._loaded.deployment
+        failed = ended.first is not None and ended.was_ready and not ended.asked_to_stop
+        if deployment.on_failure != "restart-all" or not failed or ended.leftovers:
+            return False
+        now_s, budget = time.monotonic(), restart_budget(deployment)
+        restart_at_s = budget.next_at_s(self._granted, now_s)
+        if restart_at_s is None:
+            within = format_duration(budget.within_s)
+            self._say(f"is not started again: {budget.max_restarts} restarts within {within} are used up")
+            return False
+        self._granted = (*self._granted, now_s)
+        assert ended.first is not None
+        self._say(ended.first.headline())
+        pause = format_duration(restart_at_s - now_s)
+        self._say(f"everything is started again in {pause} (restart {len(self._granted)})")
+        _cancel_on_signals()
+        with contextlib.suppress(OSError):
+            self._runtime.write_state("restarting")
+        await asyncio.sleep(restart_at_s - now_s)
+        return True
 
 
 def _say_what_is_forecast(deployment: Deployment, listener: Listener) -> None:

@@ -10,7 +10,7 @@ import faulthandler
 import signal
 import time
 from collections.abc import Callable, Coroutine
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from filelock import FileLock
@@ -25,6 +25,7 @@ from stagelaunch.core.failure import StageFailure
 from stagelaunch.core.groups import init_groups
 from stagelaunch.core.inventory import DeviceInfo
 from stagelaunch.core.outcome import Outcome
+from stagelaunch.core.reload import take_over
 from stagelaunch.core.restarts import RestartBudget
 from stagelaunch.core.run_options import RunOptions
 from stagelaunch.core.run_spec import runs_to_json
@@ -37,8 +38,10 @@ from stagelaunch.supervisor.events import EventLog
 from stagelaunch.supervisor.keeper import Keeper
 from stagelaunch.supervisor.logs import StageLogs
 from stagelaunch.supervisor.own_run import sweep_strays
+from stagelaunch.supervisor.reload import reload_file
 from stagelaunch.supervisor.runtime import Runtime, write_atomically
-from stagelaunch.supervisor.status import deployment_state, health_body, status_body
+from stagelaunch.supervisor.service import ServiceNotifier
+from stagelaunch.supervisor.status import deployment_state, health_body, stage_bodies, status_body
 from stagelaunch.supervisor.supervisor import Hooks, Supervisor
 from stagelaunch.system import tree
 from stagelaunch.system.locks import LockDirectory, sweep
@@ -80,6 +83,7 @@ class Session:
         listener: Listener,
         events: EventLog,
         options: RunOptions,
+        service: ServiceNotifier,
     ) -> None:
         self.loaded = loaded
         """The config, as it was reloaded last."""
@@ -89,6 +93,7 @@ class Session:
         self._lock = lock
         self._lock_dir = lock_dir
         self._events = events
+        self._service = service
         self._listener = listener
         self._say = listener.say
         self._options = options
@@ -118,7 +123,9 @@ class Session:
         try:
             self._events.add(News(EventKind.BOOTING))
             self._listener.on_started()
+            self._service.booting(self._supervisor.views, self._why_stopping)
             result = await self._supervisor.run()
+            self._service.tick()
             outcome = self._outcome(result, await self._leftovers(result))
         finally:
             for task in self._tasks:
@@ -140,6 +147,34 @@ class Session:
             asked_to_stop=result.stop_reason is not None,
             leftovers=leftovers,
         )
+
+    def stages(self) -> list[dict[str, Any]]:
+        """Each stage as `status` shows it: how far it came."""
+        return stage_bodies(self._deployment, self._supervisor, time.monotonic())
+
+    def _why_stopping(self) -> str | None:
+        """For the service manager: None also where the deployment is going to be started again."""
+        state = self._supervisor.state
+        if state.mode not in (launch.Mode.STOPPING, launch.Mode.FINISHED):
+            return None
+        if self._deployment.on_failure == "restart-all" and state.was_ready and state.stop_requests == 0:
+            return None
+        story = _story(state.first_failure)
+        return str(state.stop_reason) if story is None else story.headline()
+
+    def _reload(self) -> None:
+        """Take over what a changed file says and can be changed now, and print every difference."""
+        self._service.reloading()
+        self._say(f"reloading {self.loaded.path}")
+        reloaded = reload_file(self.loaded.path, self.loaded.deployment)
+        for line in reloaded.lines:
+            self._say(f"  {line}")
+        self.loaded = replace(self.loaded, deployment=reloaded.deployment)
+        self._deployment = take_over(self._deployment, reloaded.deployment)
+        policy = _policy(self._deployment, self._stop_plan)
+        self._supervisor.take_over(policy.ladder, policy.restarts, _timeouts(self._deployment))
+        self._logs.take_over(self._deployment.logs)
+        self._service.reloaded(self._deployment.timeouts)
 
     def _restore_files(self) -> None:
         """The runtime directory is a new, empty one: what commands and stages look for there."""
@@ -175,6 +210,7 @@ class Session:
         loop = asyncio.get_running_loop()
         loop.add_signal_handler(signal.SIGTERM, self._supervisor.request_stop, "SIGTERM")
         loop.add_signal_handler(signal.SIGINT, self._interrupt)
+        loop.add_signal_handler(signal.SIGHUP, self._reload)
         loop.add_signal_handler(signal.SIGUSR1, self._reopen_logs)
         loop.add_signal_handler(signal.SIGQUIT, self._dump)
         dump_threads_on_quit(chain=True)
@@ -203,6 +239,7 @@ class Session:
 
     async def _announce_ready(self) -> None:
         self._note_state("ready")
+        self._service.ready()
         self._listener.on_ready(await self._status())
 
     def _on_failure(self, failure: StageFailure) -> None:

@@ -23,8 +23,6 @@ def status_body(
     at_s: float,
 ) -> dict[str, Any]:
     """Everything known about a running deployment; sizes in bytes, times in seconds."""
-    pids = supervisor.pids()
-    views = supervisor.views()
     return {
         "version": API_VERSION,
         "name": deployment.name,
@@ -32,14 +30,7 @@ def status_body(
         "pid": os.getpid(),
         "elapsed_s": at_s - supervisor.began_s,
         "boot_s": None if supervisor.ready_at_s is None else supervisor.ready_at_s - supervisor.began_s,
-        "stages": [
-            {
-                **_stage(stage.id, stage.name, stage.device_indices[0], pids.get(stage.id), views[stage.id], at_s),
-                "state": supervisor.state.stages[stage.id],
-                "restarts": len(supervisor.state.restarts.get(stage.id, ())),
-            }
-            for stage in deployment.stages
-        ],
+        "stages": stage_bodies(deployment, supervisor, at_s),
         "devices": [
             {**device_to_json(now[index]), "free_before_bytes": before[index].free_bytes} for index in sorted(now)
         ],
@@ -65,6 +56,19 @@ def health_body(deployment: Deployment, supervisor: Supervisor, at_s: float) -> 
 def _stage_health(name: str, pid: int | None, view: StageView | None, at_s: float) -> dict[str, Any]:
     phase, since_s = (None, None) if view is None else (view.phase, at_s - view.phase_began_s)
     return {"name": name, "pid": pid, "phase": phase, "phase_elapsed_s": since_s}
+
+
+def stage_bodies(deployment: Deployment, supervisor: Supervisor, at_s: float) -> list[dict[str, Any]]:
+    """Every stage of the deployment, in the order of its file."""
+    pids, views, state = supervisor.pids(), supervisor.views(), supervisor.state
+    return [
+        {
+            **_stage(stage.id, stage.name, stage.device_indices[0], pids.get(stage.id), views[stage.id], at_s),
+            "state": state.stages[stage.id],
+            "restarts": len(state.restarts.get(stage.id, ())),
+        }
+        for stage in deployment.stages
+    ]
 
 
 def deployment_state(supervisor: Supervisor) -> str:

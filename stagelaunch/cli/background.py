@@ -1,0 +1,47 @@
+"""A supervisor in a process of its own: started, and listened to through a pipe. For ``up --detach`` and ``smoke``."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from stagelaunch.supervisor.runtime import Runtime
+
+
+def start_in_background(
+    runtime: Runtime,
+    config: str,
+    runtime_dir: Path | None,
+    options: Sequence[str] = (),
+    environment: Mapping[str, str] | None = None,
+) -> tuple[subprocess.Popen[bytes], int]:
+    """The process, and the descriptor on which it tells what happens, one JSON object a line.
+
+    In a session of its own, so that a Ctrl-C here does not reach it; what it says goes to the supervisor's log.
+    """
+    runtime.create()
+    read_fd, write_fd = os.pipe()
+    command = [sys.executable, "-m", "stagelaunch", "up", "--notify-fd", str(write_fd), *options]
+    if runtime_dir is not None:
+        command += ["--runtime-dir", str(runtime_dir.absolute())]
+    command += ["--", config]
+    try:
+        with open(runtime.supervisor_log, "ab") as log:
+            process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                pass_fds=(write_fd,),
+                start_new_session=True,
+                env=environment,
+            )
+    except BaseException:
+        os.close(read_fd)
+        raise
+    finally:
+        os.close(write_fd)
+    return process, read_fd
