@@ -343,8 +343,10 @@ def test_a_pipe_that_nobody_reads_takes_no_line_and_blocks_nobody(tmp_path: Path
     child = subprocess.Popen(
         [sys.executable, "-c", script], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE
     )  # fmt: skip
-    assert child.wait(TIMEOUT_S) == 0
-    stdout, stderr = child.communicate()
+    with ExitStack() as stack:
+        stack.callback(child.kill)
+        assert child.wait(TIMEOUT_S) == 0
+        stdout, stderr = child.communicate()
     assert (stderr.count(b"\n"), stderr.count(b"\n") > 10) == (int(stdout), True)
 
 
