@@ -40,7 +40,9 @@ def test_an_option_that_is_not_there_is_not_passed_on() -> None:
         assert subject.same_arguments(context) == ["--detach", "--", "x.yaml"]
 
 
-@pytest.mark.parametrize(("owner", "usec"), [(str(os.getpid()), "5000"), (None, "5000"), ("1", None)])
+@pytest.mark.parametrize(
+    ("owner", "usec"), [(str(os.getpid()), "5000"), (None, "5000"), ("1", None)], ids=["us", "any", "other"]
+)
 @pytest.mark.usefixtures("_mask")
 def test_what_the_service_manager_said_goes_to_the_supervisor_and_to_nobody_else(
     monkeypatch: pytest.MonkeyPatch, owner: str | None, usec: str | None
