@@ -31,6 +31,8 @@ INTERNAL, CLEANUP_INCOMPLETE, INTERRUPTED = 70, 71, 130
 PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
 SWEEP_S = 10.0
 """How long the kernel gets to remove what was killed."""
+SWEEP_AGAIN_S = 1.0
+"""The same where the supervisor has waited for it already, and has named it."""
 PATIENCE = 2
 """So many INT and TERM are the supervisor's; the next one ends everything."""
 SAY_WAIT_MS = 200
@@ -171,17 +173,19 @@ class Warden:
 
     def _clear(self, code: int) -> int:
         """Kill all that is still below, remove the cgroup; ``code``, or another where something cannot be killed."""
-        swept = tree.sweep(self._below, SWEEP_S, reap=self._reap, escalate=self._kill_cgroup)
+        wait_s = SWEEP_AGAIN_S if code == CLEANUP_INCOMPLETE else SWEEP_S
+        swept = tree.sweep(self._below, wait_s, reap=self._reap, escalate=self._kill_cgroup)
         self._kill_cgroup()
         if self._directory is not None:
             cgroup.remove(self._directory, timeout_s=0.0 if swept.left else 1.0)
-        killed = [process for process in swept.killed if process.pid != self._supervisor]
+        left = {self._supervisor, *(process.pid for process in swept.left)}
+        killed = [process for process in swept.killed if process.pid not in left]
         if killed:
             names = [f"{process.name} (pid {process.pid})" for process in killed[:_NAMED_MAX]]
             more = f" and {len(killed) - _NAMED_MAX} more" if len(killed) > _NAMED_MAX else ""
             say(f"killed what the supervisor left: {', '.join(names)}{more}")
         for process in swept.left:
-            say(f"LEFT BEHIND: {tree.describe(process)} survived SIGKILL for {SWEEP_S:g}s")
+            say(f"LEFT BEHIND: {tree.describe(process)} survived SIGKILL for {wait_s:g}s")
         if self._reap() and not swept.left:
             say("LEFT BEHIND: processes that fork faster than they can be killed")
         return CLEANUP_INCOMPLETE if self._reap() else code

@@ -25,7 +25,7 @@ POLL_S = 0.2
 @click.option("--timeout", "timeout_text", metavar="DURATION", default="10m", show_default=True, help="With --wait.")
 @click.option("--runtime-dir", type=click.Path(path_type=Path), help="Where deployments keep their sockets.")
 def restart(words: tuple[str, ...], wait: bool, timeout_text: str, runtime_dir: Path | None) -> int:
-    """End STAGE of deployment TARGET and start it again, as if it had failed.
+    """Stop STAGE of deployment TARGET in good order and start it again; the others go on.
 
     TARGET may be left out where only one deployment here has a stage of that name.
     """

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from stagelaunch.core.config import Stage
+if TYPE_CHECKING:
+    # Only its name: pydantic behind it would cost every worker a part of a second.
+    from stagelaunch.core.config import Stage
 
 
 @dataclass(frozen=True)

@@ -6,9 +6,13 @@ Pure. Used by the supervisor, and by the unit generator, which must give the ser
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from stagelaunch.core.config import Timeouts
 from stagelaunch.core.descent import StopLadder
+
+if TYPE_CHECKING:
+    # Only its name: pydantic behind it would cost every worker a part of a second.
+    from stagelaunch.core.config import Timeouts
 
 ASK_SHARE = 0.8
 """Of the grace: what a ready stage has to answer to being asked before TERM."""
@@ -22,14 +26,16 @@ class StopPlan:
 
     ladder: StopLadder
     memory_s: float
+    strays_s: float = 2.0
+    """How long the kernel gets to remove what stages have left; the warden comes after."""
 
     @property
     def longest_s(self) -> float:
         """From the request to the end, at worst."""
-        return self.ladder.give_up_after_s + self.memory_s
+        return self.ladder.give_up_after_s + self.strays_s + self.memory_s
 
 
-CI = StopPlan(StopLadder(term_after_s=1.2, kill_after_s=1.8, give_up_after_s=2.8, booting_kill_after_s=1.0), 1.2)
+CI = StopPlan(StopLadder(term_after_s=1.2, kill_after_s=1.8, give_up_after_s=2.8, booting_kill_after_s=1.0), 0.8, 0.4)
 """A runner that cancels a job kills what is left some seconds later: 4 s in all, whatever the config says."""
 
 

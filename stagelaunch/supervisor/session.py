@@ -48,8 +48,6 @@ from stagelaunch.system.locks import LockDirectory, sweep
 
 STATUS_DRIVER_S = 5.0
 """How long `status` waits for the driver: less than its caller waits for `status`."""
-STRAYS_S = 2.0
-"""How long the kernel gets to remove what stages have left; the warden comes after."""
 WATCH_DEVICES_S = 30.0
 """How often the devices of a ready deployment are asked for; one that is lost twice in a row has failed."""
 
@@ -325,7 +323,7 @@ class Session:
 
     async def _kill_strays(self, stages: set[int]) -> list[str]:
         """Kill what stages have started and left; what cannot be killed, but for the stages themselves."""
-        swept = await asyncio.to_thread(sweep_strays, self._runtime.run, STRAYS_S)
+        swept = await asyncio.to_thread(sweep_strays, self._runtime.run, self._stop_plan.strays_s)
         stuck = [process for process in swept.left if process.pid not in stages]
         for process in swept.killed:
             if process not in stuck and process.pid not in stages:

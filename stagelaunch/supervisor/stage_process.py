@@ -129,16 +129,29 @@ class StageProcess:
     def _reap(self) -> None:
         self._loop.remove_reader(self._pidfd)
         self._drain()
-        self._family.kill(is_leader_ours=self._is_ours())
+        self._loop.remove_reader(self._channel)
+        self.ended.set()
+        try:
+            # First, so that the others hear at once what it means for them: the search below takes its time.
+            self._on_exit(self._exit_code())
+        finally:
+            self._family.kill(is_leader_ours=self._is_ours())
+            self._process.join()
+            self._channel.close()
+            os.close(self._pidfd)
+            self._process.close()
+            self._family.end()
+
+    def _exit_code(self) -> int:
+        """Of the dead leader, which stays unreaped: until then its number means its tree, group and session."""
+        with contextlib.suppress(ChildProcessError):
+            info = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            if info is not None:
+                return info.si_status if info.si_code == os.CLD_EXITED else -info.si_status
+        # A later ``Process.start()`` has reaped it.
         code = self._process.exitcode
         assert code is not None, "the pidfd said the process is over"
-        self._loop.remove_reader(self._channel)
-        self._channel.close()
-        os.close(self._pidfd)
-        self._process.close()
-        self._family.end()
-        self.ended.set()
-        self._on_exit(code)
+        return code
 
     def _drain(self) -> None:
         """Read what the dead worker still said: its last words come before its exit is reported."""

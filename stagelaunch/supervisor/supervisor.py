@@ -227,9 +227,10 @@ class Supervisor:
     def _dispatch(self, event: launch.Event) -> None:
         before = self._state
         self._state, commands = launch.step(before, event)
-        self._tell_changes(before)
+        # Deeds before words: stages are told to stop before anybody is told why.
         for command in commands:
             self._perform(command)
+        self._tell_changes(before)
         if self._state.is_ready and self.ready_at_s is None:
             self.ready_at_s = self._loop.time()
             self._hooks.on_event(News(EventKind.READY, more={"boot_s": self.ready_at_s - self.began_s}))

@@ -1,0 +1,119 @@
+"""How long eight trivial children take to start, and to end when one of them fails: ours beside honcho's.
+
+A program for ``scripts/bench ladder``. The same child under both: it says that it is up and waits. Ours is the whole of
+``stagelaunch up``: warden, supervisor, a look at two simulated devices, admission, eight workers. Turn by turn, so that
+both meet the same machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import select
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+
+from deployments import HERE, ROOT, Site, light_stage
+
+CHILDREN = 8
+WAIT_S = 60.0
+TRIVIAL = HERE / "trivial"
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Seconds: from the start to all children up; from the kill of one to the last child, and to the manager, gone."""
+
+    up_s: float
+    children_gone_s: float
+    all_gone_s: float
+
+
+Start = Callable[[Path], subprocess.Popen[bytes]]
+
+
+def environment(directory: Path, *paths: Path) -> dict[str, str]:
+    return {
+        **os.environ,
+        "LADDER_SOCKET": str(directory / "socket"),
+        "PYTHONPATH": os.pathsep.join(map(str, (*paths, ROOT))),
+    }
+
+
+def start_ours(directory: Path) -> subprocess.Popen[bytes]:
+    site = Site(directory, [light_stage(i, f"child{i}", i % 2, utilization=0.1) for i in range(CHILDREN)])
+    command = [sys.executable, "-m", "stagelaunch", "up", "--quiet", str(site.write())]
+    return _start(command, directory, environment(directory, TRIVIAL, HERE))
+
+
+def start_honcho(directory: Path) -> subprocess.Popen[bytes]:
+    child = f"exec {sys.executable} {TRIVIAL / 'trivial_child.py'}"
+    (directory / "Procfile").write_text("".join(f"child{i}: {child}\n" for i in range(CHILDREN)))
+    command = [sys.executable, "-m", "honcho", "-f", str(directory / "Procfile"), "start"]
+    return _start(command, directory, environment(directory))
+
+
+def _start(command: list[str], directory: Path, environment: dict[str, str]) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        command, cwd=directory, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
+
+
+def measure(start: Start) -> Timing:
+    """One start and one end."""
+    with tempfile.TemporaryDirectory() as name, closing(socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)) as told:
+        told.bind(f"{name}/socket")
+        told.settimeout(WAIT_S)
+        began_s = time.monotonic()
+        manager = start(Path(name))
+        pids = [int(told.recv(64)) for _ in range(CHILDREN)]
+        up_s = time.monotonic() - began_s
+        pidfds = [os.pidfd_open(pid) for pid in pids]
+        try:
+            killed_s = time.monotonic()
+            signal.pidfd_send_signal(pidfds[0], signal.SIGKILL)
+            for pidfd in pidfds:
+                assert select.select([pidfd], [], [], WAIT_S)[0], "a child lives on"
+            children_gone_s = time.monotonic() - killed_s
+            manager.wait(WAIT_S)
+            return Timing(up_s, children_gone_s, time.monotonic() - killed_s)
+        finally:
+            manager.kill()
+            manager.wait()
+            for pidfd in pidfds:
+                os.close(pidfd)
+
+
+def _row(what: str, ours: Sequence[float], theirs: Sequence[float]) -> str:
+    ratio = statistics.median(ours) / statistics.median(theirs)
+    spread = "  ".join(f"{min(v):.3f} {statistics.median(v):.3f} {max(v):.3f}" for v in (ours, theirs))
+    return f"{what:<28} ratio {ratio:5.2f}   {spread}"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Print the ratios and the spread."""
+    parser = argparse.ArgumentParser(prog="scripts/bench ladder", description=__doc__)
+    parser.add_argument("--rounds", type=int, default=15)
+    args = parser.parse_args(arguments)
+    ours, theirs = [], []
+    for _ in range(args.rounds):
+        ours.append(measure(start_ours))
+        theirs.append(measure(start_honcho))
+    print(f"scripts/bench ladder --rounds {args.rounds}: {CHILDREN} children; min median max of ours, then of honcho")
+    print(_row("start to all up", [t.up_s for t in ours], [t.up_s for t in theirs]))
+    print(_row("one dies to all children gone", [t.children_gone_s for t in ours], [t.children_gone_s for t in theirs]))
+    print(_row("one dies to everything gone", [t.all_gone_s for t in ours], [t.all_gone_s for t in theirs]))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
