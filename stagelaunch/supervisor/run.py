@@ -6,7 +6,8 @@ import asyncio
 import contextlib
 import signal
 import time
-from contextlib import ExitStack, closing
+from collections.abc import Iterator
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
 
 from filelock import FileLock
@@ -49,7 +50,8 @@ async def run_deployment(
     """
     runtime.create()
     dump_threads_on_quit(chain=False)
-    with runtime.claim() as lock, closing(_service(options, listener, loaded.deployment)) as service:
+    with _owned(runtime) as lock, closing(_service(options, listener, loaded.deployment)) as service:
+        asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, listener.say, "SIGHUP: nothing to reload yet")
         _cancel_on_signals()
         asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, listener.reopen)
         # What cannot be read there is said when it is needed.
@@ -57,6 +59,16 @@ async def run_deployment(
             refuse_if_claimed(loaded.lock_dir, loaded.deployment.name, runtime)
         await clear_leftovers(runtime, listener.say)
         return await _Rounds(loaded, machine, runtime, lock, listener, options, service).run()
+
+
+@contextmanager
+def _owned(runtime: Runtime) -> Iterator[FileLock]:
+    lock = runtime.claim()
+    try:
+        yield lock
+    finally:
+        # Not by the lock's own ``with``, which counts how often it was taken.
+        lock.release(force=True)
 
 
 def _service(options: RunOptions, listener: Listener, deployment: Deployment) -> ServiceNotifier:

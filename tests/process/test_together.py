@@ -158,7 +158,6 @@ def test_waiting_for_memory_ends_when_the_other_goes(first: Waiting, tmp_path: P
     [
         (signal.SIGINT, ()),
         (signal.SIGTERM, ()),
-        (signal.SIGHUP, ()),
         (signal.SIGINT, ("--detach",)),
         (signal.SIGTERM, ("--detach", "--wait")),
     ],

@@ -268,7 +268,7 @@ def site(tmp_path: Path) -> Site:
 
 def booting(site: Site) -> tuple[subprocess.Popen[str], dict[str, int], int]:
     """The command, a pidfd of each of its processes, and the orphan's pid, once the stage is in its load phase."""
-    up = site.start("up", str(site.write()))
+    up = site.start("up", str(site.write()), "--quiet")
     assert up.stderr is not None
     lines = []
     for line in up.stderr:
