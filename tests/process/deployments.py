@@ -88,7 +88,7 @@ class Site:
             "simulated": {"devices": {0: "1GiB", 1: "1GiB"}, "file": "devices"},
             "lock_dir": "locks",
             "runtime_dir": "run",
-            "timeouts": {"phase": "30s", "stage": "50s", "boot": "70s", "lock": "40s", "stop": "3s"},
+            "timeouts": {"phase": "30s", "stage": "50s", "boot": "70s", "lock": "40s", "stop": "3s", "memory": "3s"},
             "stages": self.stages,
             **self.top,
         }

@@ -158,12 +158,28 @@ def _problems(site: Site, cell: Cell, ran: Ran, took_s: float) -> Iterator[str]:
         yield "the culprit is among the consequences"
     if state.get("leftovers"):
         yield f"left behind: {state['leftovers']}"
+    if missing := [text for text in _evidence(cell) if text not in ran.stderr]:
+        yield f"the report lacks {missing}"
     if took_s > LADDER_S + SLACK_S:
         yield f"the end took {took_s:.1f}s"
     try:
         site.assert_nothing_left(ran)
     except AssertionError as error:
         yield f"something is left: {error}"
+
+
+def _evidence(cell: Cell) -> tuple[str, ...]:
+    """What the report must show beside the culprit: where it raised, where it died, where it hangs."""
+    if expected(cell).kind is None or cell.phase == "spawn":
+        return ()
+    match cell.kind:
+        case "raise":
+            return ("raise InjectedError",)
+        case "segv" | "abort" | "hang" | "ignoreterm":
+            # faulthandler's words, from the stage's own log.
+            return ("in misbehave", "light_engine.py")
+        case _:
+            return ()
 
 
 def cover(seed: int) -> tuple[Cell, ...]:

@@ -168,6 +168,7 @@ def test_a_disturbed_measurement_is_repeated(site: Site, disturbed: Path, plain:
     assert ledger["num_blocks"] == plain["num_blocks"]
 
 
+@in_full_only
 def test_a_measurement_disturbed_again_is_refused_with_the_reason(site: Site, disturbed: Path) -> None:
     # Each profile runs the batch twice.
     disturbed.write_text("".join(f"profile {mib * MIB}\n" for mib in (250, 200, 150, 100)))
@@ -193,6 +194,7 @@ def test_graphs_that_take_more_than_expected_cost_one_restart_and_teach_the_next
     assert second["num_blocks"] == first["num_blocks"]
 
 
+@in_full_only
 def test_a_stage_that_is_over_again_fails_with_the_figures_and_has_learnt(site: Site) -> None:
     # Budget and device leave the capture no room: how much it would have taken is not known the first time.
     site.stages[0] |= {"utilization": 0.95, "options": {"surprise_mib": "230"}}
