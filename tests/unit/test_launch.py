@@ -428,3 +428,25 @@ def test_a_stop_ends_a_restart_wherever_it_is(trouble):
         ended = state.stages[1] is StageState.ENDED
         assert ended == (done == 2)
         assert (TerminateStage(1) in heard[-1]) == (done == 3)
+
+
+def test_a_kill_has_its_step_before_the_stage_is_given_up_even_without_time_between() -> None:
+    hasty = policy(ladder=StopLadder(0, 0, 0, 0), groups=((0,),))
+    _, heard = play(hasty, Begin(0), StopRequested("enough", 1), TimePassed(1))
+    assert heard[1] == [TerminateStage(0), KillStage(0), WakeAt(1)]
+    assert result_of(heard[2]).abandoned == (0,)
+
+
+def test_a_restart_asked_for_while_threads_drain_comes_too_late():
+    events = [Begin(0), StageReady(0, 0), StopRequested("enough", 1)]
+    state, heard = play(policy(on_failure=OnFailure.DRAIN), *events, RestartRequested(0, 2))
+    assert heard[-1] == []
+    assert state.stages[0] is StageState.READY
+
+
+def test_a_stage_that_is_started_again_has_its_second_try_again():
+    again = [RestartRequested(1, 10), StageEnded(1, None, 10), StageAdmitted(1, 10)]
+    first_try = [Begin(0), retry(1), StageEnded(1, None, 0), StageReady(0, 0), StageReady(1, 0), StageReady(2, 0)]
+    state, heard = play(policy(), *first_try, *again, retry(1, 11), StageEnded(1, None, 12))
+    assert heard[-1] == [StartStage(1)]
+    assert state.first_failure is None
