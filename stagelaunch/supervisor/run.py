@@ -49,7 +49,7 @@ async def run_deployment(
     CancelledError (Ctrl-C may also be KeyboardInterrupt).
     """
     runtime.create()
-    dump_threads_on_quit(chain=False)
+    dump_threads_on_quit()
     with _owned(runtime) as lock, closing(_service(options, listener, loaded.deployment)) as service:
         asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, listener.say, "SIGHUP: nothing to reload yet")
         _cancel_on_signals()

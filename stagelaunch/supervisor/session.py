@@ -210,8 +210,7 @@ class Session:
         loop.add_signal_handler(signal.SIGINT, self._interrupt)
         loop.add_signal_handler(signal.SIGHUP, self._reload)
         loop.add_signal_handler(signal.SIGUSR1, self._reopen_logs)
-        loop.add_signal_handler(signal.SIGQUIT, self._dump)
-        dump_threads_on_quit(chain=True)
+        dump_threads_on_quit(self._dump)
 
     def _interrupt(self) -> None:
         self._interrupted = True
@@ -331,12 +330,16 @@ class Session:
         return [f"{tree.describe(process)} survived SIGKILL" for process in stuck]
 
 
-def dump_threads_on_quit(*, chain: bool) -> None:
+def dump_threads_on_quit(then: Callable[[], None] | None = None) -> None:
     """SIGQUIT writes the stacks of all threads to stderr, from C: also where a loop hangs that runs no handler.
 
-    ``chain``: then the handler runs that was there before.
+    ``then`` is called on the loop afterwards. To be called from the loop's thread.
     """
-    faulthandler.register(signal.SIGQUIT, file=2, all_threads=True, chain=chain)
+    # Taken back first: registered twice, the second time would change nothing.
+    faulthandler.unregister(signal.SIGQUIT)
+    if then is not None:
+        asyncio.get_running_loop().add_signal_handler(signal.SIGQUIT, then)
+    faulthandler.register(signal.SIGQUIT, file=2, all_threads=True, chain=then is not None)
 
 
 def _ago(began_s: float) -> str:
