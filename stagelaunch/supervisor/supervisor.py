@@ -475,9 +475,16 @@ class Supervisor:
         if stage.answers and stage.process is not None:
             stage.process.dump_stacks()
             wait_s = STACKS_S
-        stage.verdict = (self._loop.call_later(wait_s, self._fail_late, stage, due), due)
+        stage.verdict = (self._loop.call_later(wait_s, self._fail_late, stage), due)
 
-    def _fail_late(self, stage: Stage, due: Due) -> None:
+    def _fail_late(self, stage: Stage) -> None:
+        """Unless it has got on at the last moment."""
+        assert stage.view is not None
+        stage.verdict = None
+        due = board.next_deadline(stage.view, self._timeouts)
+        if due is None or due.at_s > self._loop.time():
+            self._rearm(stage)
+            return
         stage.told_failure = True
         self._fail(stage, stage.failure(due.kind, due.text, self._loop.time()))
 

@@ -24,7 +24,7 @@ STAGES = ("alpha", "beta", "gamma")
 PHASES = ("spawn", "import", "context", "load", "profile", "size", "allocate", "capture", "ready", "stop")
 KINDS = ("raise", "sysexit", "osexit", "sigkill", "segv", "abort", "hang", "sigstop", "ignoreterm", "oom", "session")
 TIMEOUTS = {
-    "phase": "15s", "stage": "50s", "boot": "70s", "lock": "40s", "heartbeat": "3s", "stop": "2s", "stop_booting": "1s",
+    "phase": "20s", "stage": "60s", "boot": "80s", "lock": "40s", "heartbeat": "3s", "stop": "2s", "stop_booting": "1s",
 }  # fmt: skip
 LADDER_S = 2.0
 SLACK_S = 4.0
