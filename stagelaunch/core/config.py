@@ -68,7 +68,8 @@ class Timeouts(BaseModel):
     lock_s: Duration = Field(default=300.0, alias="lock")
     """Longest wait for one device lock."""
     heartbeat_s: Duration = Field(default=30.0, alias="heartbeat")
-    """Longest silence of a stage, booting or ready, before it counts as failed; it is asked three times as often."""
+    """Longest silence of a stage, booting or ready, before it counts as failed; it is asked three times as often. Once
+    all are ready the devices are asked for as often; one that is lost twice in a row fails its stages."""
     stop_s: Duration = Field(default=15.0, alias="stop")
     """Grace period of a ready stage: between asking it to stop and killing it."""
     stop_booting_s: Duration = Field(default=3.0, alias="stop_booting")

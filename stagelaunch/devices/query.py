@@ -17,7 +17,7 @@ from stagelaunch.core.config import Timeouts
 from stagelaunch.core.errors import NoDeviceError
 from stagelaunch.core.inventory import Inventory, SimulatedMachine, inventory_from_json
 from stagelaunch.core.units import format_duration
-from stagelaunch.devices.simfile import list_simulated_devices
+from stagelaunch.devices.simfile import simulated_inventory
 
 INVENTORY_TIMEOUT_S: float = Timeouts.model_fields["driver_s"].default
 """How long the driver may take to tell about its devices where no config says."""
@@ -40,7 +40,7 @@ async def query_devices(
     answers. Returns, or raises, within ``timeout_s`` and a moment. Cancelling it kills the asking process.
     """
     if backend == "simulated" and machine is not None:
-        return Inventory(await asyncio.to_thread(list_simulated_devices, machine, timeout_s))
+        return await asyncio.to_thread(simulated_inventory, machine, timeout_s)
     deadline_s = time.monotonic() + timeout_s
     request = _request(backend, timeout_s, deadline_s, uuids)
     process = await asyncio.create_subprocess_exec(
@@ -69,7 +69,7 @@ def query_devices_sync(
 ) -> Inventory:
     """``query_devices`` for callers without an event loop."""
     if backend == "simulated" and machine is not None:
-        return Inventory(list_simulated_devices(machine, timeout_s))
+        return simulated_inventory(machine, timeout_s)
     return asyncio.run(query_devices(backend, machine, timeout_s, uuids))
 
 

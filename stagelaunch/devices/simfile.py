@@ -18,7 +18,14 @@ from pathlib import Path
 import psutil
 
 from stagelaunch.core.errors import NoDeviceError
-from stagelaunch.core.inventory import DeviceInfo, DeviceProcess, SimulatedMachine, simulated_uuid
+from stagelaunch.core.inventory import (
+    DeviceInfo,
+    DeviceProcess,
+    Inventory,
+    SimulatedMachine,
+    UnusableDevice,
+    simulated_uuid,
+)
 from stagelaunch.core.units import format_duration
 from stagelaunch.devices import ofd, simlayout
 
@@ -303,6 +310,27 @@ def list_simulated_devices(machine: SimulatedMachine, timeout_s: float = MUTEX_T
         return file.snapshot(timeout_s=timeout_s)
     finally:
         file.close()
+
+
+def simulated_inventory(machine: SimulatedMachine, timeout_s: float = MUTEX_TIMEOUT_S) -> Inventory:
+    """The same; one with an error injected is there, but cannot be used."""
+    devices = list_simulated_devices(machine, timeout_s)
+    try:
+        file = SimulatedFile.open(machine, create=False, timeout_s=timeout_s)
+    except SimulatedFileAbsentError:
+        return Inventory(devices)
+    try:
+        errors = {info.index: code for info in devices if (code := file.error(info.index))}
+    finally:
+        file.close()
+    return Inventory(
+        tuple(info for info in devices if info.index not in errors),
+        tuple(
+            UnusableDevice(info.index, info.uuid, info.name, f"it cannot be read: error {errors[info.index]}")
+            for info in devices
+            if info.index in errors
+        ),
+    )
 
 
 def _device_info(index: int, total: int, used: int, processes: tuple[DeviceProcess, ...]) -> DeviceInfo:

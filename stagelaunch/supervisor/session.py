@@ -48,8 +48,6 @@ from stagelaunch.system.locks import LockDirectory, sweep
 
 STATUS_DRIVER_S = 5.0
 """How long `status` waits for the driver: less than its caller waits for `status`."""
-WATCH_DEVICES_S = 30.0
-"""How often the devices of a ready deployment are asked for; one that is lost twice in a row has failed."""
 
 
 @dataclass(frozen=True)
@@ -237,7 +235,12 @@ class Session:
     async def _announce_ready(self) -> None:
         self._note_state("ready")
         self._service.ready()
-        self._listener.on_ready(await self._status())
+        try:
+            now = await self._devices_quickly()
+        except NoDeviceError:
+            # A driver that does not answer now takes nothing away from the stages being ready.
+            now = {}
+        self._listener.on_ready(self._status_of(now))
 
     def _on_failure(self, failure: StageFailure) -> None:
         # Also at the end, with what came of it; now, because the end may be long in coming.
@@ -268,7 +271,9 @@ class Session:
             self._say(f"cannot record the state in {self._runtime.state}: {error.strerror}")
 
     async def _status(self) -> dict[str, Any]:
-        now = await self._devices_quickly()
+        return self._status_of(await self._devices_quickly())
+
+    def _status_of(self, now: dict[int, DeviceInfo]) -> dict[str, Any]:
         return status_body(self._deployment, self._supervisor, self._admitted.devices, now, time.monotonic())
 
     def _ready_stages(self) -> dict[str, int]:
@@ -285,10 +290,13 @@ class Session:
         return await devices_now(self._admitted.devices, self._deployment.backend, self._admitted.machine, timeout_s)
 
     async def _watch_devices(self) -> None:
-        """A device that is twice in a row not there, or does not answer, is lost, and so are its stages."""
+        """A device that is twice in a row not there, or does not answer, is lost, and so are its stages.
+
+        Asked for as often as a stage may be silent.
+        """
         missed: frozenset[int] = frozenset()
         while True:
-            await asyncio.sleep(WATCH_DEVICES_S)
+            await asyncio.sleep(self._deployment.timeouts.heartbeat_s)
             try:
                 now = await self._devices_now(self._deployment.timeouts.driver_s)
             except NoDeviceError:

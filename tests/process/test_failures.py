@@ -6,10 +6,11 @@ import os
 from pathlib import Path
 
 import pytest
-from deployments import Ran, Site, three_stages
+from deployments import TIMEOUT_S, Ran, Site, three_stages
 
 from stagelaunch.core.inventory import simulated_uuid
 from stagelaunch.core.phases import LockMode
+from stagelaunch.devices.simfile import SimulatedFile
 from stagelaunch.system.locks import DeviceLocks, LockDirectory
 
 
@@ -66,3 +67,25 @@ def test_a_device_lock_that_is_held_times_out_and_names_its_holder(site: Site) -
     site.assert_nothing_left(ran)
     assert ran.code == 75, ran.stderr
     assert f"pid {os.getpid()} (the-test/neighbour)" in ran.stderr
+
+
+def test_a_device_that_is_lost_after_the_boot_is_the_failure_of_its_stages(site: Site) -> None:
+    site.top["timeouts"] = {"heartbeat": "2s", "stop": "1s", "memory": "5s"}
+    process = site.start("up", str(site.write()), "--quiet")
+    assert process.stdout is not None
+    assert process.stderr is not None
+    assert "site: ready" in process.stdout.readline()
+    file = SimulatedFile.open(site.machine())
+    file.set_error(1, 15)
+    lines = []
+    for line in process.stderr:
+        lines.append(line)
+        if "FAILED in ready: device 1 is not there any more" in line:
+            break
+    file.set_error(1, 0)
+    file.close()
+    _, rest = process.communicate(timeout=TIMEOUT_S)
+    ran = Ran(process.returncode, "", "".join(lines) + rest)
+    assert ran.code == 1, ran.stderr
+    assert site.state()["first_failure"]["error"] == "device"
+    site.assert_nothing_left(ran)
