@@ -215,10 +215,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     part, of = map(int, args.part.split("/"))
     cells = CELLS if args.cover is None else cover(args.cover)
     cells = tuple(cell for cell in cells if args.only in str(cell))[part - 1 :: of]
-    verdicts = []
-    for cell in cells:
+    verdicts: list[Verdict] = []
+    # In any order, so that a run that is broken off has seen something of everything.
+    for cell in random.Random(0).sample(cells, len(cells)):
         with tempfile.TemporaryDirectory() as directory:
             verdicts.append(run_cell(Path(directory), cell))
+        print(f"{len(verdicts)}/{len(cells)} {cell}: {verdicts[-1].took_s:.1f}s", file=sys.stderr, flush=True)
         for problem in verdicts[-1].problems:
             print(f"{cell}: {problem}", flush=True)
     bad = sum(bool(verdict.problems) for verdict in verdicts)
