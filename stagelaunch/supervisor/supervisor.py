@@ -32,14 +32,12 @@ from stagelaunch.supervisor import corrections
 from stagelaunch.supervisor.runtime import Runtime, write_atomically
 from stagelaunch.supervisor.stage import Stage
 from stagelaunch.supervisor.stage_process import StageProcess
+from stagelaunch.supervisor.watch import Watch
 from stagelaunch.system import log_file
 from stagelaunch.system.process import signal_name
 
 PROBE_TIMEOUT_S = 60.0
 """Or the phase deadline, if that is shorter: a probe is work like any other."""
-PINGS_PER_HEARTBEAT = 3
-STACKS_S = 0.3
-"""How long a stage that is late gets to write its stacks to its log before it is given up."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +78,7 @@ class Supervisor:
         self._state: LaunchState = launch.initial_state(policy)
         self._finished: asyncio.Future[LaunchResult] = self._loop.create_future()
         self._wake: asyncio.TimerHandle | None = None
-        self._heartbeat: asyncio.TimerHandle | None = None
+        self._watch = Watch(self._stages.values(), timeouts, self._on_late)
         self._admissions: set[asyncio.Task[None]] = set()
         self._request_ids = itertools.count(1)
         self.began_s = self._loop.time()
@@ -92,7 +90,7 @@ class Supervisor:
         boot_deadline = self._loop.call_at(self.began_s + self._timeouts.boot_s, self._boot_is_late)
         try:
             self._dispatch(launch.Begin(self._loop.time()))
-            self._beat()
+            self._watch.start()
             return await self._finished
         except BaseException:
             # Our bug, or a cancelled task: the launch cannot be trusted to stop what it started.
@@ -100,12 +98,11 @@ class Supervisor:
             raise
         finally:
             boot_deadline.cancel()
-            for timer in filter(None, (self._wake, self._heartbeat)):
-                timer.cancel()
+            self._watch.close()
+            if self._wake is not None:
+                self._wake.cancel()
             for task in self._admissions:
                 task.cancel()
-            for stage in self._stages.values():
-                stage.cancel_timers()
 
     def _on_bug(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         """An exception in one of our callbacks: the launch cannot be trusted any more, so nothing may survive it."""
@@ -154,10 +151,7 @@ class Supervisor:
         """Go on under other rules."""
         self._state = launch.with_rules(self._state, ladder, restarts)
         self._timeouts = timeouts
-        self._beat()
-        for stage in self._stages.values():
-            if stage.is_alive:
-                self._rearm(stage)
+        self._watch.start(timeouts)
 
     def device_failed(self, stage_ids: tuple[int, ...], text: str) -> None:
         """The device of these stages is lost."""
@@ -314,7 +308,7 @@ class Supervisor:
             return
         self._say_of(stage, f"started on device {run.device_index}")
         self._tell_of(stage, EventKind.STARTED, device=run.device_index)
-        self._rearm(stage)
+        self._watch.rearm(stage)
 
     def _admit(self, stage: Stage) -> None:
         stage.view = board.spawned(stage.run.stage_id, stage.run.name, self._loop.time())
@@ -363,7 +357,7 @@ class Supervisor:
                 pid = None if stage.process is None else stage.process.pid
                 for news in events.of_message(before, stage.view, message, pid):
                     self._hooks.on_event(news)
-                self._rearm(stage)
+                self._watch.rearm(stage)
         if isinstance(message, m.Ready):
             self._dispatch(launch.StageReady(stage_id, self._loop.time()))
 
@@ -444,47 +438,7 @@ class Supervisor:
 
     # Deadlines.
 
-    def _beat(self) -> None:
-        """Ask every stage whether it is there; one that runs a probe has the probe's own deadline instead."""
-        if self._heartbeat is not None:
-            self._heartbeat.cancel()
-        now_s = self._loop.time()
-        for stage in self._stages.values():
-            if not stage.answers or stage.view is None or stage.process is None:
-                continue
-            if stage.probes:
-                stage.view = board.heard(stage.view, now_s)
-                self._rearm(stage)
-            else:
-                stage.process.send(m.Ping(next(self._request_ids)))
-        self._heartbeat = self._loop.call_later(self._timeouts.heartbeat_s / PINGS_PER_HEARTBEAT, self._beat)
-
-    def _rearm(self, stage: Stage) -> None:
-        """Set the timer to the stage's next deadline; each message may move it."""
-        if stage.verdict is not None:
-            return
-        stage.cancel_timers()
-        assert stage.view is not None
-        due = board.next_deadline(stage.view, self._timeouts)
-        if due is not None:
-            stage.deadline = self._loop.call_at(due.at_s, self._is_late, stage, due)
-
-    def _is_late(self, stage: Stage, due: Due) -> None:
-        """It has failed; before that is told, its stacks are asked for: they show where it hangs."""
-        wait_s = 0.0
-        if stage.answers and stage.process is not None:
-            stage.process.dump_stacks()
-            wait_s = STACKS_S
-        stage.verdict = (self._loop.call_later(wait_s, self._fail_late, stage), due)
-
-    def _fail_late(self, stage: Stage) -> None:
-        """Unless it has got on at the last moment."""
-        assert stage.view is not None
-        stage.verdict = None
-        due = board.next_deadline(stage.view, self._timeouts)
-        if due is None or due.at_s > self._loop.time():
-            self._rearm(stage)
-            return
+    def _on_late(self, stage: Stage, due: Due) -> None:
         stage.told_failure = True
         self._fail(stage, stage.failure(due.kind, due.text, self._loop.time()))
 
