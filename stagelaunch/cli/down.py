@@ -40,7 +40,7 @@ def down(target: str, now: bool, timeout_s: float, runtime_dir: Path | None) -> 
         pidfd = _open_supervisor(runtime)
         # The warden ends last: only then is nothing left of the run.
         pidfds = (pidfd, *_open_warden(runtime))
-        if runtime.waits_for is not None:
+        if runtime.waits_for is not None and runtime.is_owned():
             # Nothing answers yet. Should it be admitted this instant, the signal stops it in good order.
             signal.pidfd_send_signal(pidfd, signal.SIGTERM)
         else:

@@ -12,11 +12,9 @@ import time
 from pathlib import Path
 from typing import IO, Any
 
-import click
-
 from stagelaunch.cli.machine import simulated_machine
 from stagelaunch.cli.pages import render_status
-from stagelaunch.cli.streams import discard, is_file, reopen_output, takes_more
+from stagelaunch.cli.streams import discard, is_file, reopen_output, takes_more, write_patiently
 from stagelaunch.cli.target import Target
 from stagelaunch.core import failure
 from stagelaunch.core.errors import ExitCode, StagelaunchError
@@ -62,6 +60,10 @@ def _ending(name: str, outcome: Outcome) -> str:
     return "\n".join(lines)
 
 
+PATIENCE_S = 0.5
+"""How long a stream that takes nothing may hold up the supervisor, once."""
+
+
 class Voice:
     """Tells people (stderr), the page (stdout) and, when detached, whoever waits (a descriptor)."""
 
@@ -71,6 +73,8 @@ class Voice:
         self._shows_stages = shows_stages
         self._lost: set[bool] = set()
         """Streams that could not be written: True for stderr, False for stdout."""
+        self._left_out = {True: 0, False: 0}
+        """What nobody has read so far: a stream that takes nothing is not waited for again until it does."""
         self._began_s = time.monotonic()
 
     def listener(self) -> Listener:
@@ -83,16 +87,19 @@ class Voice:
         self._tell(exit=int(code), text=text)
 
     def print(self, text: str, *, err: bool = False) -> None:
-        """Print, or give the stream up: a closed pipe or a full disk costs the words, never the deployment."""
+        """Print, or leave it out: a closed pipe, one that nobody reads, a full disk cost the words, never the
+        deployment."""
         if err in self._lost:
             return
+        stream, missed = (sys.stderr if err else sys.stdout), self._left_out[err]
+        text = f"({missed} lines were left out here: nobody read them)\n{text}" if missed else text
         try:
-            click.echo(text, err=err)
-            # Whoever reads a pipe wants it now, not when the deployment ends.
-            (sys.stderr if err else sys.stdout).flush()
+            done = write_patiently(stream, f"{text}\n", 0.0 if missed else PATIENCE_S)
         except OSError:
             self._lost.add(err)
-            discard(sys.stderr if err else sys.stdout)
+            discard(stream)
+        else:
+            self._left_out[err] = 0 if done else missed + 1
 
     def _say(self, text: str) -> None:
         line = f"[{format_duration(time.monotonic() - self._began_s):>7}] {text}"
@@ -117,11 +124,11 @@ class Voice:
         self._close()
 
     def _tell(self, **event: Any) -> None:
-        if self._notify is None:
+        if self._notify is None or ("line" in event and not takes_more(self._notify)):
             return
         try:
-            self._notify.write(json.dumps(event) + "\n")
-            self._notify.flush()
+            if not write_patiently(self._notify, json.dumps(event) + "\n", PATIENCE_S):
+                self._close()
         except OSError:
             self._close()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import select
 import sys
+import time
 from pathlib import Path
 from typing import IO
 
@@ -52,3 +53,20 @@ def takes_more(stream: IO[str]) -> bool:
     poll = select.poll()
     poll.register(stream.fileno(), select.POLLOUT)
     return bool(poll.poll(0))
+
+
+def write_patiently(stream: IO[str], text: str, wait_s: float) -> bool:
+    """Whether all of it could be written within ``wait_s``; never waits longer, also for a pipe that nobody reads.
+
+    A part may be written all the same. OSError for a stream that is closed or full for good.
+    """
+    stream.flush()
+    fd, data, deadline_s = stream.fileno(), text.encode(errors="replace"), time.monotonic() + wait_s
+    poll = select.poll()
+    poll.register(fd, select.POLLOUT)
+    while data:
+        if not poll.poll(max(0.0, deadline_s - time.monotonic()) * 1000):
+            return False
+        # So much a pipe takes at once when it says that it takes something.
+        data = data[os.write(fd, data[: select.PIPE_BUF]) :]
+    return True

@@ -6,6 +6,7 @@ The command becomes its own warden (``become_warden``), whose child runs the sam
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +17,6 @@ from stagelaunch.cli.become_warden import become_warden, same_arguments
 from stagelaunch.core.errors import UsageError
 from stagelaunch.core.run_options import RunOptions, ServiceLink
 from stagelaunch.core.units import parse_duration
-from stagelaunch.system.process import die_with_parent
 
 _LONGEST_WAIT_S = 366 * 86400.0
 
@@ -82,14 +82,16 @@ def up(
 
         return start_detached(config, target, runtime_dir, wait, wait_text, ci)
     from stagelaunch.cli.foreground import run_foreground
-    from stagelaunch.supervisor.own_run import OwnRun
+    from stagelaunch.supervisor.own_run import OwnRun, end_with_warden
 
-    die_with_parent(warden)
+    end_with_warden(warden, run_id, cgroup)
     link = ServiceLink(notify_socket, None if watchdog_usec is None else watchdog_usec / 1e6)
     if run_id is not None:
         target = replace(target, runtime=replace(target.runtime, run=OwnRun.under(warden, run_id, cgroup)))
     notify = None if notify_fd is None else os.fdopen(notify_fd, "w")
     code = run_foreground(target, notify, RunOptions(wait_s, ci, quiet, link))
+    # A warden that was stopped (Ctrl-Z) could not see our end.
+    os.kill(warden, signal.SIGCONT)
     # Not through the interpreter's exit: it would wait for children that could not be killed.
     sys.stdout.flush()
     sys.stderr.flush()

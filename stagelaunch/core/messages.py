@@ -178,7 +178,7 @@ def decode(line: bytes) -> Message:
         body = json.loads(line)
         kind = _KINDS[body.pop("kind")]
         return _build(kind, body)
-    except (KeyError, TypeError, AttributeError, ValueError) as error:
+    except (KeyError, TypeError, AttributeError, ValueError, RecursionError, OverflowError) as error:
         raise ValueError(f"not a message: {line[:200]!r} ({error!r})") from error
 
 

@@ -21,8 +21,6 @@ class Outcome:
     interrupted: bool
     """Ctrl-C, as opposed to ``down`` or SIGTERM."""
     leftovers: tuple[str, ...]
-    asked_to_stop: bool = False
-    """By anybody, at any time: then nothing is started again."""
 
     @property
     def exit_code(self) -> ExitCode:

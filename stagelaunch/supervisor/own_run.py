@@ -7,12 +7,18 @@ run has left) by ``leftovers``.
 from __future__ import annotations
 
 import os
+import signal
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from stagelaunch.core.errors import ExitCode
 from stagelaunch.system import cgroup, tree
-from stagelaunch.system.process import start_time
+from stagelaunch.system.process import die_with_parent, start_time
+
+WARDEN_DIED = signal.SIGUSR2
+ORPHANED_S = 5.0
+"""How long what is killed may take to be gone."""
 
 
 @dataclass(frozen=True)
@@ -95,3 +101,32 @@ def sweep_strays(run: OwnRun | None, timeout_s: float) -> tree.Swept:
         return list(found.values())
 
     return tree.sweep(find, timeout_s)
+
+
+def end_with_warden(warden_pid: int, run_id: str | None, directory: Path | None) -> None:
+    """When the warden is killed, kill at once all that this process has started, then itself.
+
+    The kernel tells by a signal. Not SIGKILL, which would leave what stages have started to nobody: stages die with
+    this process, their children do not. Handled by the interpreter, not the loop, which may be stuck.
+    """
+
+    def orphaned(*_: object) -> None:
+        # Anybody may send the signal; only without the warden it means anything.
+        if os.getppid() != warden_pid:
+            tree.sweep(lambda table: _everything(table, run_id, directory), ORPHANED_S)
+            os._exit(ExitCode.INTERNAL)
+
+    signal.signal(WARDEN_DIED, orphaned)
+    # The warden starts us with all signals blocked that it passes on.
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {WARDEN_DIED})
+    die_with_parent(warden_pid, WARDEN_DIED)
+
+
+def _everything(table: tree.Table, run_id: str | None, directory: Path | None) -> list[tree.Process]:
+    me = os.getpid()
+    found = {process.pid: process for process in tree.descendants(table, me)}
+    if run_id is not None:
+        found |= {process.pid: process for process in tree.find_run(run_id, table)}
+    inside = () if directory is None else cgroup.pids(directory)
+    found |= {pid: table[pid] for pid in inside if pid in table}
+    return [process for pid, process in found.items() if pid != me]

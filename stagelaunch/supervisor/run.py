@@ -27,6 +27,7 @@ from stagelaunch.supervisor.endings import note_begin, note_ending, note_outcome
 from stagelaunch.supervisor.events import EventLog
 from stagelaunch.supervisor.leftovers import clear_leftovers
 from stagelaunch.supervisor.notify import NotifySocket
+from stagelaunch.supervisor.reload import reload_file
 from stagelaunch.supervisor.runtime import Runtime, writable, write_atomically
 from stagelaunch.supervisor.service import ServiceNotifier
 from stagelaunch.supervisor.session import Listener, Session, dump_threads_on_quit, restart_budget
@@ -48,8 +49,25 @@ async def run_deployment(
     Returns how it ended; raises only before anything was spawned. Until then a signal that would stop it ends it with
     CancelledError (Ctrl-C may also be KeyboardInterrupt).
     """
+    try:
+        return await _run(loaded, machine, runtime, listener, options)
+    finally:
+        # The loop's handlers end with the loop: what comes while the last words are said must not cut them off.
+        signal.pthread_sigmask(signal.SIG_BLOCK, _HANDLED)
+
+
+_HANDLED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
+
+
+async def _run(
+    loaded: LoadedDeployment,
+    machine: SimulatedMachine | None,
+    runtime: Runtime,
+    listener: Listener,
+    options: RunOptions,
+) -> Outcome:
     runtime.create()
-    dump_threads_on_quit()
+    dump_threads_on_quit(runtime.stacks)
     with _owned(runtime) as lock, closing(_service(options, listener, loaded.deployment)) as service:
         asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, listener.say, "SIGHUP: nothing to reload yet")
         _cancel_on_signals()
@@ -106,8 +124,8 @@ class _Rounds:
         while True:
             _cancel_on_signals()
             try:
-                ended = await self._round()
-                if not await self._until_restart(ended):
+                ended, asked_to_stop = await self._round()
+                if asked_to_stop or not await self._until_restart(ended):
                     return ended
             except (StagelaunchError, asyncio.CancelledError) as error:
                 if ended is None:
@@ -117,7 +135,8 @@ class _Rounds:
                 note_outcome(self._runtime, ended)
                 return ended
 
-    async def _round(self) -> Outcome:
+    async def _round(self) -> tuple[Outcome, bool]:
+        """How it ended, and whether anybody had asked for that."""
         events = EventLog()
         events.add(News(EventKind.ADMITTING))
         with ExitStack() as held:
@@ -136,7 +155,7 @@ class _Rounds:
             finally:
                 self._loaded = session.loaded
                 note_outcome(self._runtime, outcome, session.stages())
-            return outcome
+            return outcome, session.asked_to_stop
 
     async def _admit(self, held: ExitStack) -> tuple[LockDirectory, Admitted]:
         loaded, runtime, wait_s = self._loaded, self._runtime, self._options.wait_for_memory_s
@@ -160,7 +179,7 @@ class _Rounds:
         Cancelled by a signal, as before the first start.
         """
         deployment = self._loaded.deployment
-        failed = ended.first is not None and ended.was_ready and not ended.asked_to_stop
+        failed = ended.first is not None and ended.was_ready
         if deployment.on_failure != "restart-all" or not failed or ended.leftovers:
             return False
         now_s, budget = time.monotonic(), restart_budget(deployment)
@@ -175,10 +194,19 @@ class _Rounds:
         pause = format_duration(restart_at_s - now_s)
         self._say(f"everything is started again in {pause} (restart {len(self._granted)})")
         _cancel_on_signals()
+        asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, self._reload)
         with contextlib.suppress(OSError):
             self._runtime.write_state("restarting")
         await asyncio.sleep(restart_at_s - now_s)
         return True
+
+    def _reload(self) -> None:
+        """Between two rounds: the next one is run as the file says now, as far as that can be taken over."""
+        reloaded = reload_file(self._loaded.path, self._loaded.deployment)
+        self._say(f"reloading {self._loaded.path}")
+        for line in reloaded.lines:
+            self._say(f"  {line}")
+        self._loaded = replace(self._loaded, deployment=reloaded.deployment)
 
 
 def _say_what_is_forecast(deployment: Deployment, listener: Listener) -> None:

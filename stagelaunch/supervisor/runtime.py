@@ -6,6 +6,7 @@ RUNTIME/NAME/control.sock  where it answers
 RUNTIME/NAME/run.json      what its workers were told
 RUNTIME/NAME/corrections.json  what captures took beyond their estimate, for the next boot
 RUNTIME/NAME/error.json    why the last run failed, who failed first; not there when it did not
+RUNTIME/NAME/stacks.log    the supervisor's threads, at each SIGQUIT
 RUNTIME/NAME/logs/STAGE.log   one per stage
     RUNTIME/NAME/supervisor.log   what a detached supervisor says
 """
@@ -104,6 +105,11 @@ class Runtime:
         return self.directory / "error.json"
 
     @property
+    def stacks(self) -> Path:
+        """Where SIGQUIT writes the stacks of the supervisor's threads."""
+        return self.directory / "stacks.log"
+
+    @property
     def logs(self) -> Path:
         """One file per stage."""
         return self.directory / "logs"
@@ -122,9 +128,13 @@ class Runtime:
         try:
             self.directory.mkdir(parents=True, exist_ok=True, mode=0o700)
             self.logs.mkdir(exist_ok=True, mode=0o700)
+            owner = self.directory.stat().st_uid
         except OSError as error:
             text = f"cannot use the runtime directory: {error.strerror}; set runtime_dir to one you can write"
             raise ConfigError((Fault(str(self.directory), None, None, text),)) from error
+        if os.geteuid() not in (0, owner):
+            text = f"cannot use the runtime directory: it is of another user (uid {owner}); set runtime_dir to your own"
+            raise ConfigError((Fault(str(self.directory), None, None, text),))
 
     @property
     def identity(self) -> str:
@@ -176,6 +186,18 @@ class Runtime:
         if self.live_pid() is None:
             return None
         return WAITS.get(str(self.read_state().get("state")))
+
+    def is_owned(self) -> bool:
+        """Whether somebody holds the lock: without that the recorded owner is none, whatever its pid means now."""
+        lock = FileLock(self.lock)
+        try:
+            lock.acquire(timeout=0)
+        except Timeout:
+            return True
+        except OSError:
+            return False
+        lock.release(force=True)
+        return False
 
     def _wait_for_owner(self) -> int | None:
         deadline_s = time.monotonic() + NAME_WAIT_S

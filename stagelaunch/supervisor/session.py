@@ -6,12 +6,14 @@ Decides nothing about stages (``core.launch`` does). Used by ``supervisor.run``,
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import faulthandler
 import signal
 import time
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, replace
-from typing import Any
+from pathlib import Path
+from typing import IO, Any
 
 from filelock import FileLock
 
@@ -43,9 +45,10 @@ from stagelaunch.supervisor.runtime import Runtime, write_atomically
 from stagelaunch.supervisor.service import ServiceNotifier
 from stagelaunch.supervisor.status import deployment_state, health_body, stage_bodies, status_body
 from stagelaunch.supervisor.supervisor import Hooks, Supervisor
-from stagelaunch.system import tree
+from stagelaunch.system import log_file, tree
 from stagelaunch.system.locks import LockDirectory, sweep
 
+STACK_LINES = 200
 STATUS_DRIVER_S = 5.0
 """How long `status` waits for the driver: less than its caller waits for `status`."""
 
@@ -94,6 +97,8 @@ class Session:
         self._say = listener.say
         self._options = options
         self._interrupted = False
+        self.asked_to_stop = False
+        """By anybody, also when every stage was over already."""
         self._tasks: set[asyncio.Task[None]] = set()
         hooks = Hooks(self._say, self._on_ready, self._on_failure, self._on_stopping, events.add, self._readmit)
         policy, timeouts = _policy(self._deployment, self._stop_plan), _timeouts(self._deployment)
@@ -140,7 +145,6 @@ class Session:
             consequences=tuple(story for f in result.consequences if (story := _story(f)) is not None),
             was_ready=result.was_ready,
             interrupted=self._interrupted,
-            asked_to_stop=result.stop_reason is not None,
             leftovers=leftovers,
         )
 
@@ -191,7 +195,7 @@ class Session:
     def _handlers(self) -> Handlers:
         return Handlers(
             status=self._status,
-            down=lambda now: self._supervisor.request_stop("asked by `stagelaunch down`", again=False, now=now),
+            down=lambda now: self._request_stop("asked by `stagelaunch down`", again=False, now=now),
             ready_stages=self._ready_stages,
             probe=self._supervisor.probe,
             health=lambda: health_body(self._deployment, self._supervisor, time.monotonic()),
@@ -204,20 +208,26 @@ class Session:
 
     def _listen_to_signals(self) -> None:
         loop = asyncio.get_running_loop()
-        loop.add_signal_handler(signal.SIGTERM, self._supervisor.request_stop, "SIGTERM")
+        loop.add_signal_handler(signal.SIGTERM, self._request_stop, "SIGTERM")
         loop.add_signal_handler(signal.SIGINT, self._interrupt)
         loop.add_signal_handler(signal.SIGHUP, self._reload)
         loop.add_signal_handler(signal.SIGUSR1, self._reopen_logs)
-        dump_threads_on_quit(self._dump)
+        dump_threads_on_quit(self._runtime.stacks, self._dump)
 
     def _interrupt(self) -> None:
         self._interrupted = True
-        self._supervisor.request_stop("Ctrl-C")
+        self._request_stop("Ctrl-C")
+
+    def _request_stop(self, reason: str, *, again: bool = True, now: bool = False) -> None:
+        self.asked_to_stop = True
+        self._supervisor.request_stop(reason, again=again, now=now)
 
     def _dump(self) -> None:
         """The threads are dumped already; add the tasks, the state of every stage, and the stacks of the stages."""
         state = self._supervisor.state
-        self._say(f"SIGQUIT: {state.mode}, {len(asyncio.all_tasks())} tasks")
+        self._say(f"SIGQUIT: {state.mode}, {len(asyncio.all_tasks())} tasks; threads, also in {self._runtime.stacks}:")
+        for line in log_file.tail(self._runtime.stacks, STACK_LINES):
+            self._say(f"  {line}")
         for task in asyncio.all_tasks():
             self._say(f"  {task!r}")
         for stage_id, view in self._supervisor.views().items():
@@ -338,16 +348,27 @@ class Session:
         return [f"{tree.describe(process)} survived SIGKILL" for process in stuck]
 
 
-def dump_threads_on_quit(then: Callable[[], None] | None = None) -> None:
-    """SIGQUIT writes the stacks of all threads to stderr, from C: also where a loop hangs that runs no handler.
+_stacks: list[IO[str]] = []
+"""The file that SIGQUIT writes to; faulthandler keeps only its descriptor."""
 
-    ``then`` is called on the loop afterwards. To be called from the loop's thread.
+
+def dump_threads_on_quit(path: Path, then: Callable[[], None] | None = None) -> None:
+    """SIGQUIT writes the stacks of all threads to ``path``, from C: also where a loop hangs that runs no handler.
+
+    Not to stderr, which may be a pipe that nobody reads. ``then`` is called on the loop afterwards. To be called from
+    the loop's thread.
     """
     # Taken back first: registered twice, the second time would change nothing.
     faulthandler.unregister(signal.SIGQUIT)
     if then is not None:
         asyncio.get_running_loop().add_signal_handler(signal.SIGQUIT, then)
-    faulthandler.register(signal.SIGQUIT, file=2, all_threads=True, chain=then is not None)
+    with contextlib.suppress(OSError):
+        new = path.open("w")
+        while _stacks:
+            _stacks.pop().close()
+        _stacks.append(new)
+    if _stacks:
+        faulthandler.register(signal.SIGQUIT, file=_stacks[0], all_threads=True, chain=then is not None)
 
 
 def _ago(began_s: float) -> str:

@@ -59,9 +59,18 @@ class Stage:
 
     def drop_probes(self) -> None:
         """Nobody is left to answer."""
-        for answer in self.probes.values():
-            if not answer.done():
-                answer.set_exception(ConnectionResetError(f"stage {self.run.name} ended"))
+        for request_id in tuple(self.probes):
+            self.end_probe(request_id, ConnectionResetError(f"stage {self.run.name} ended"))
+
+    def end_probe(self, request_id: int, outcome: m.Probed | Exception) -> None:
+        """The probe is over, one way or the other; without effect if it was already."""
+        answer = self.probes.pop(request_id, None)
+        if answer is None or answer.done():
+            return
+        if isinstance(outcome, m.Probed):
+            answer.set_result(outcome)
+        else:
+            answer.set_exception(outcome)
 
     def failure(
         self,

@@ -20,6 +20,9 @@ from stagelaunch.supervisor.own_run import OwnRun, StageFamily
 from stagelaunch.supervisor.worker_entry import enter_worker
 
 MAX_LINE_BYTES = 1 << 20
+READ_BYTES = 1 << 16
+LAST_WORDS_BYTES = 1 << 19
+"""More than a socket holds."""
 
 
 class StageProcess:
@@ -107,7 +110,7 @@ class StageProcess:
 
     def _read(self) -> None:
         try:
-            data = self._channel.recv(1 << 16)
+            data = self._channel.recv(READ_BYTES)
         except BlockingIOError:
             return
         except ConnectionResetError:
@@ -154,10 +157,13 @@ class StageProcess:
         return code
 
     def _drain(self) -> None:
-        """Read what the dead worker still said: its last words come before its exit is reported."""
-        while True:
+        """Read what the dead worker still said: its last words come before its exit is reported.
+
+        No more than it can have left there: a child that has its end too may go on writing.
+        """
+        for _ in range(LAST_WORDS_BYTES // READ_BYTES):
             try:
-                data = self._channel.recv(1 << 16)
+                data = self._channel.recv(READ_BYTES)
             except (BlockingIOError, ConnectionResetError):
                 return
             if not data:

@@ -205,16 +205,19 @@ class Supervisor:
         return ended.union(*(stage.past_pids for stage in self._stages.values()))
 
     async def probe(self, stage_id: int) -> m.Probed:
-        """One step of a ready stage through its graph, compared with eager. TimeoutError if it does not answer."""
+        """One step of a ready stage through its graph, compared with eager. TimeoutError if it does not answer.
+
+        Whoever asks may go away: the stage is busy with it until it answers, or its time is over.
+        """
         stage = self._stages[stage_id]
         assert stage.process is not None
         request_id = next(self._request_ids)
         answer = stage.probes[request_id] = self._loop.create_future()
+        # An answer that nobody waits for any more is no error.
+        answer.add_done_callback(lambda done: done.cancelled() or done.exception())
+        self._loop.call_later(min(PROBE_TIMEOUT_S, self._timeouts.phase_s), stage.end_probe, request_id, TimeoutError())
         stage.process.send(m.Probe(request_id))
-        try:
-            return await asyncio.wait_for(answer, min(PROBE_TIMEOUT_S, self._timeouts.phase_s))
-        finally:
-            del stage.probes[request_id]
+        return await asyncio.shield(answer)
 
     # Events in, commands out.
 
@@ -346,8 +349,8 @@ class Supervisor:
         stage_id = stage.run.stage_id
         before = stage.view = board.heard(stage.view, self._loop.time())
         match message:
-            case m.Probed(request_id) if request_id in stage.probes:
-                stage.probes[request_id].set_result(message)
+            case m.Probed(request_id):
+                stage.end_probe(request_id, message)
             case m.Failed():
                 self._on_failed(stage, message)
             case _ if before.phase is not Phase.STOP:

@@ -12,13 +12,13 @@ from pathlib import Path
 _PR_SET_PDEATHSIG = 1
 
 
-def die_with_parent(parent_pid: int) -> None:
-    """From now on the kernel kills this process when the thread that started it ends.
+def die_with_parent(parent_pid: int, number: signal.Signals = signal.SIGKILL) -> None:
+    """From now on the kernel kills this process, or sends it this signal, when the thread that started it ends.
 
     Arming is not retroactive, so a parent that died before is looked for afterwards; then this process leaves at once.
     """
     libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
+    if libc.prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "cannot arm the parent-death signal")
     if os.getppid() != parent_pid:
         os._exit(1)

@@ -54,7 +54,8 @@ def test_round_trip(message: m.Message) -> None:
 @pytest.mark.parametrize(
     "line", [b"", b"{}", b"[]", b"null", b'{"kind":"Nope"}', b'{"kind":"Ready"}', b'{"kind":"Ready","at_s":1,"x":2}',
              b'{"kind":"PhaseBegan","phase":"lunch","at_s":1}',
-             b'{"kind":"Ready","at_s":"x"}', b'{"kind":"Failed","phase":"load"}', b"\xff\xfe"],
+             b'{"kind":"Ready","at_s":"x"}', b'{"kind":"Failed","phase":"load"}', b"\xff\xfe",
+             b"[" * 200_000, b'{"kind":"LedgerKnown","final":true,"ledger":{"num_blocks":Infinity}}'],
 )  # fmt: skip
 def test_what_is_not_a_message_is_a_value_error(line: bytes) -> None:
     with pytest.raises(ValueError, match="not a message"):
