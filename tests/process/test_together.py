@@ -26,6 +26,15 @@ def site_at(place: Path, name: str, utilization: float, **stage: Any) -> Site:
     site.directory.mkdir(exist_ok=True)
     machine = {"devices": {0: "1GiB", 1: "1GiB"}, "file": str(place / "devices")}
     site.top = {"name": name, "lock_dir": str(place / "locks"), "simulated": machine}
+    # One that is held while others boot must not run into its own deadlines.
+    site.top["timeouts"] = {
+        "phase": "100s",
+        "stage": "110s",
+        "boot": "120s",
+        "lock": "90s",
+        "stop": "3s",
+        "memory": "3s",
+    }
     site.stages = [light_stage(0, "alpha", 0, utilization=utilization, **stage)]
     return site
 
