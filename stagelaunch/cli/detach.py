@@ -46,7 +46,9 @@ def _follow(events: IO[str], wait: bool, target: Target, log_path: Path) -> int:
                 click.echo(line, err=True)
             case {"started": True} if not wait:
                 click.echo(
-                    f"{target.name} is booting; follow it with: stagelaunch status {target.runtime.argument}", err=True
+                    f"{target.name} is booting; follow it with: stagelaunch status {target.runtime.argument}; "
+                    f"what it says goes to {log_path}",
+                    err=True,
                 )
                 return ExitCode.OK
             case {"ready": body}:

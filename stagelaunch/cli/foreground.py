@@ -29,12 +29,9 @@ def run_foreground(target: Target, notify: IO[str] | None, options: RunOptions) 
     loaded = target.loaded
     assert loaded is not None
     own_log = target.runtime.supervisor_log if is_file(2, target.runtime.supervisor_log) else None
-    voice = Voice(notify, own_log, shows_stages=not options.quiet and own_log is None)
+    voice = Voice(notify, own_log, str(loaded.path), shows_stages=not options.quiet and own_log is None)
     # From a log rotation that comes too early or too late for the loop: nothing to be killed by.
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
-    if own_log is not None:
-        now = time.strftime("%Y-%m-%dT%H:%M:%S%z")
-        voice.print(f"---- {now} supervisor pid {os.getpid()}, config {loaded.path} ----", err=True)
     try:
         machine = simulated_machine(loaded)
         outcome = asyncio.run(run_deployment(loaded, machine, target.runtime, voice.listener(), options))
@@ -67,7 +64,8 @@ PATIENCE_S = 0.5
 class Voice:
     """Tells people (stderr), the page (stdout) and, when detached, whoever waits (a descriptor)."""
 
-    def __init__(self, notify: IO[str] | None, own_log: Path | None, *, shows_stages: bool) -> None:
+    def __init__(self, notify: IO[str] | None, own_log: Path | None, config: str, *, shows_stages: bool) -> None:
+        self._config = config
         self._notify = notify
         self._own_log = own_log
         self._shows_stages = shows_stages
@@ -80,7 +78,13 @@ class Voice:
     def listener(self) -> Listener:
         """What the deployment tells."""
         show = self._show if self._shows_stages else None
-        return Listener(self._say, lambda: self._tell(started=True), self._ready, show, self._reopen)
+        return Listener(self._say, lambda: self._tell(started=True), self._ready, show, self._reopen, self._begin)
+
+    def _begin(self) -> None:
+        """A log that goes on over many runs says where this one begins, and when."""
+        if self._own_log is not None:
+            now = time.strftime("%Y-%m-%dT%H:%M:%S%z")
+            self.print(f"---- {now} supervisor pid {os.getpid()}, config {self._config} ----", err=True)
 
     def ended(self, code: int, text: str) -> None:
         """The last thing said."""

@@ -14,6 +14,8 @@ TERMS = ("budget", "context", "weights", "activations", "non_torch", "graphs", "
 def render_status(body: dict[str, Any]) -> str:
     """The deployment in one page: phases, the memory ledger of each stage, and of each device."""
     took = "" if body["boot_s"] is None else f", booted in {format_duration(body['boot_s'])}"
+    again = [f"{stage['name']} {stage['restarts']}" for stage in body["stages"] if stage["restarts"]]
+    took += f"; restarts: {', '.join(again)}" if again else ""
     head = f"{body['name']}: {body['state']} (supervisor pid {body['pid']}{took})"
     blocks = [head, _stages(body["stages"])]
     if any(stage["ledger"] for stage in body["stages"]):

@@ -46,4 +46,5 @@ def _service(loaded: LoadedDeployment, user: str | None) -> Service:
             below_run = f"stagelaunch-{user}"
             command += ["--runtime-dir", str(Path("/run") / below_run)]
     command += ["--", str(loaded.path)]
-    return Service(loaded.deployment.name, tuple(command), loaded.deployment.timeouts, user, below_run)
+    mounts = tuple(map(str, (loaded.path, loaded.model_dir, loaded.lock_dir)))
+    return Service(loaded.deployment.name, tuple(command), loaded.deployment.timeouts, mounts, user, below_run)

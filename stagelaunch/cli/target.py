@@ -38,7 +38,8 @@ def find_stages(words: Sequence[str], runtime_dir: Path | None) -> tuple[Target,
     """The deployment and the stages that ``[TARGET] [STAGE...]`` means; no stages where none is named.
 
     The first word is the deployment if one of that name has a runtime, or it is a config file. Otherwise all words are
-    stages, of the one deployment here that has a log of each. UsageError where there are several, or none.
+    stages, of the one deployment here that runs and has a log of each, else of the one that did. UsageError where there
+    are several, or none.
     """
     if not words:
         raise UsageError("name a deployment or a stage")
@@ -48,6 +49,8 @@ def find_stages(words: Sequence[str], runtime_dir: Path | None) -> tuple[Target,
         return target, _known(target, rest)
     known = {runtime.directory.name: stage_names(runtime) for runtime in list_runtimes(runtime_dir)}
     having = [name for name, stages in known.items() if set(words) <= set(stages)]
+    # One that runs is meant rather than one that did.
+    having = [name for name in having if Runtime.of(name, runtime_dir).live_pid() is not None] or having
     if len(having) == 1:
         return find_target(having[0], runtime_dir), tuple(words)
     asked = " and ".join(words)

@@ -38,6 +38,7 @@ from stagelaunch.core.config_fields import (
 from stagelaunch.core.config_rules import (
     ENGINE_QWEN3_OMNI,
     Conflict,
+    between_restarts,
     between_timeouts,
     in_stage,
     in_whole,
@@ -91,13 +92,19 @@ class Restarts(BaseModel):
     model_config = _MODEL
 
     max_restarts: Attempts = Field(default=3, alias="max")
-    """Restarts allowed within ``within``, of a stage or of the whole; the failure after the last one stops all."""
+    """Restarts allowed within ``within``: of each stage (restart-stage), or of the whole (restart-all). The failure
+    after the last one stops all."""
     within_s: Duration = Field(default=600.0, alias="within")
     """A restart longer ago than this no longer counts."""
     backoff_s: Duration = Field(default=1.0, alias="backoff")
     """Pause before the first restart; each further one that counts doubles it."""
     backoff_max_s: Duration = Field(default=60.0, alias="backoff_max")
-    """Longest pause before a restart."""
+    """Longest pause before a restart; at least ``backoff``."""
+
+    @model_validator(mode="after")
+    def _pauses_ascend(self) -> Restarts:
+        _refuse(between_restarts(to_raw(self)))
+        return self
 
 
 class Logs(BaseModel):

@@ -16,7 +16,10 @@ Loc = tuple[str | int, ...]
 ENGINE_QWEN3_OMNI = "qwen3-omni"
 AUTO = "auto"
 COMPONENTS = ("thinker", "talker", "code2wav")
-_TIMEOUT_DEFAULTS = {"phase": "300s", "stage": "600s", "boot": "900s", "lock": "300s"}
+_TIMEOUT_DEFAULTS = {"phase": "300s", "stage": "600s", "boot": "900s", "lock": "300s", "heartbeat": "30s"}
+_SHORTEST_HEARTBEAT_S = 1.0
+"""Below it a busy machine is taken for a dead stage."""
+_BACKOFF_DEFAULTS = {"backoff": "1s", "backoff_max": "60s"}
 _NESTED_TIMEOUTS = (("phase", "stage"), ("stage", "boot"), ("lock", "stage"))
 
 
@@ -48,22 +51,45 @@ def all_conflicts(raw: Any) -> tuple[Conflict, ...]:
     if not isinstance(raw, Mapping):
         return ()
     found = [*_below("timeouts", between_timeouts(raw.get("timeouts")))]
+    found += _below("restarts", between_restarts(raw.get("restarts")))
     for position, stage in enumerate(_stages(raw)):
         found += _below("stages", _below(position, in_stage(stage)))
     return (*found, *in_whole(raw))
 
 
 def between_timeouts(raw: Any) -> tuple[Conflict, ...]:
-    """phase < stage < boot and lock < stage, both values named."""
+    """phase < stage < boot and lock < stage, both values named; a heartbeat that can be kept."""
     if not isinstance(raw, Mapping):
         return ()
-    return tuple(
+    nested = tuple(
         _timeout_conflict(raw, inner, outer)
         for inner, outer in _NESTED_TIMEOUTS
         if (inner_s := _seconds(raw, inner)) is not None
         and (outer_s := _seconds(raw, outer)) is not None
         and inner_s >= outer_s
     )
+    return (*nested, *_heartbeat(raw))
+
+
+def _heartbeat(raw: Mapping[Any, Any]) -> tuple[Conflict, ...]:
+    heartbeat_s = _seconds(raw, "heartbeat")
+    if heartbeat_s is None or heartbeat_s <= 0 or heartbeat_s >= _SHORTEST_HEARTBEAT_S:
+        return ()
+    return (Conflict(("heartbeat",), f"heartbeat {raw['heartbeat']} is too short to be kept; give at least 1s"),)
+
+
+def between_restarts(raw: Any) -> tuple[Conflict, ...]:
+    """The first pause is not above the longest one."""
+    if not isinstance(raw, Mapping):
+        return ()
+    try:
+        first_s, most_s = (parse_duration(raw.get(key, default)) for key, default in _BACKOFF_DEFAULTS.items())
+    except (ValueError, TypeError):
+        return ()
+    if first_s <= most_s:
+        return ()
+    first, most = (str(raw.get(key, f"{default} (default)")) for key, default in _BACKOFF_DEFAULTS.items())
+    return (Conflict(("backoff",), f"backoff {first} is above backoff_max {most}; raise backoff_max or lower backoff"),)
 
 
 def in_stage(raw: Any) -> tuple[Conflict, ...]:

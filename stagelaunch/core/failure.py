@@ -50,7 +50,8 @@ class StageFailure:
 def exited(code: int | None, signal_name: str | None) -> tuple[str, str]:
     """Kind and text of a process that ended without saying why."""
     if signal_name is not None:
-        return "signal", f"its process was killed by {signal_name}"
+        hint = ", not by stagelaunch (by the kernel for want of memory? see dmesg)" if signal_name == "SIGKILL" else ""
+        return "signal", f"its process was killed by {signal_name}{hint}"
     return "exit", f"its process exited with code {code} without saying why"
 
 

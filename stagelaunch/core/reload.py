@@ -17,7 +17,7 @@ from stagelaunch.core.units import GIB, KIB, MIB, TIB
 
 TAKEN_OVER = ("timeouts", "on_failure", "restarts", "memory_tolerance_bytes", "logs")
 """What can change while stages run, by attribute; everything else is read at the start only."""
-NEXT_START = "(takes effect at the next start)"
+NEXT_START = "(takes effect at the next `up`)"
 NOT_SET = "not set"
 MAX_VALUE_CHARS = 80
 _TAKEN_OVER_KEYS = {Deployment.model_fields[name].alias or name for name in TAKEN_OVER}

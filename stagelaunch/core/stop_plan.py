@@ -19,6 +19,9 @@ ASK_SHARE = 0.8
 KILL_WAIT_S = 10.0
 """How long the kernel gets to remove what was killed."""
 
+STRAYS_S = 2.0
+"""How long it gets to remove what stages have left; the warden comes after."""
+
 
 @dataclass(frozen=True)
 class StopPlan:
@@ -26,8 +29,7 @@ class StopPlan:
 
     ladder: StopLadder
     memory_s: float
-    strays_s: float = 2.0
-    """How long the kernel gets to remove what stages have left; the warden comes after."""
+    strays_s: float = STRAYS_S
 
     @property
     def longest_s(self) -> float:

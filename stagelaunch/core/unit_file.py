@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from stagelaunch.core.config import Timeouts
 from stagelaunch.core.errors import ExitCode
 from stagelaunch.core.service_status import SLACK_S, quiet_bound_s, stop_bound_s
-from stagelaunch.core.stop_plan import KILL_WAIT_S
+from stagelaunch.core.stop_plan import KILL_WAIT_S, STRAYS_S
 
 WATCHDOG_S = 30
 RESTART_S = 15
@@ -26,6 +26,8 @@ class Service:
     command: tuple[str, ...]
     """``up`` with its arguments, the executable first."""
     timeouts: Timeouts
+    mounts: tuple[str, ...] = ()
+    """What must be mounted before it starts: the config, the checkpoint, the lock directory."""
     user: str | None = None
     runtime_directory: str | None = None
     """Below /run, made by systemd; None where the config names one."""
@@ -48,6 +50,7 @@ def unit_text(service: Service) -> str:
         "[Unit]",
         f"Description=stagelaunch deployment {service.name}",
         "After=nvidia-persistenced.service",
+        *(f"RequiresMountsFor={_quoted(path)}" for path in service.mounts),
         "# Memory that others hold may come back at any time: it is tried again for as long as it takes.",
         "StartLimitIntervalSec=0",
         "",
@@ -66,7 +69,7 @@ def unit_text(service: Service) -> str:
         f"TimeoutStartSec={start_s}s",
         f"# timeouts.stop ({limits.stop_s:g}s), {KILL_WAIT_S:g}s for the kernel to remove what was killed, "
         f"timeouts.memory ({limits.memory_s:g}s), timeouts.driver ({limits.driver_s:g}s),",
-        f"# and {SLACK_S:g}s.",
+        f"# {STRAYS_S:g}s for what stages have left, and {SLACK_S:g}s.",
         f"TimeoutStopSec={stop_s}s",
         f"WatchdogSec={WATCHDOG_S}s",
         "",

@@ -84,6 +84,12 @@ def _connected(runtime: Runtime, timeout_s: float) -> Iterator[_UnixConnection]:
                 f"cannot reach deployment {name}: it waits for {waits_for} (supervisor pid {runtime.live_pid()}) and "
                 f"no stage runs yet; wait, or end that with `stagelaunch down {runtime.argument}`"
             ) from error
+        if (ended := runtime.read_state()).get("state") == "ended":
+            code = ended.get("exit_code")
+            raise NotRunningError(
+                f"cannot reach deployment {name}: it is not running; its last run ended with exit code {code} "
+                f"(`stagelaunch status {runtime.argument}` says more)"
+            ) from error
         raise NotRunningError(
             f"cannot reach deployment {name}: nothing answers at {runtime.socket}; "
             "it is not running, or its config names another runtime_dir: then give the config file"

@@ -75,6 +75,7 @@ async def _run(
         # What cannot be read there is said when it is needed.
         with contextlib.suppress(LockDirectoryError):
             refuse_if_claimed(loaded.lock_dir, loaded.deployment.name, runtime)
+        listener.on_owned()
         await clear_leftovers(runtime, listener.say)
         return await _Rounds(loaded, machine, runtime, lock, listener, options, service).run()
 

@@ -32,6 +32,7 @@ from stagelaunch.core.restarts import RestartBudget
 from stagelaunch.core.run_options import RunOptions
 from stagelaunch.core.run_spec import runs_to_json
 from stagelaunch.core.stop_plan import StopPlan, stop_plan
+from stagelaunch.core.units import format_duration
 from stagelaunch.supervisor.admission import Admitted, devices_now, readmit
 from stagelaunch.supervisor.aftermath import memory_left, say_who_is_left
 from stagelaunch.supervisor.control import ControlServer, Handlers
@@ -67,6 +68,8 @@ class Listener:
     """One line of a stage's log, for people; False when it would have to wait. None: they are not shown."""
     reopen: Callable[[], None] = lambda: None
     """Open anew by its name whatever log what is said goes to (SIGUSR1)."""
+    on_owned: Callable[[], None] = lambda: None
+    """The deployment is this run's: no other runs."""
 
 
 class Session:
@@ -225,13 +228,13 @@ class Session:
     def _dump(self) -> None:
         """The threads are dumped already; add the tasks, the state of every stage, and the stacks of the stages."""
         state = self._supervisor.state
-        self._say(f"SIGQUIT: {state.mode}, {len(asyncio.all_tasks())} tasks; threads, also in {self._runtime.stacks}:")
+        self._say(f"SIGQUIT: {deployment_state(self._supervisor)}; its threads, also in {self._runtime.stacks}:")
         for line in log_file.tail(self._runtime.stacks, STACK_LINES):
             self._say(f"  {line}")
         for task in asyncio.all_tasks():
-            self._say(f"  {task!r}")
+            self._say(f"  task {task!r}"[:200])
         for stage_id, view in self._supervisor.views().items():
-            where = "never started" if view is None else f"in phase {view.phase} since {_ago(view.phase_began_s)}"
+            where = "never started" if view is None else f"in phase {view.phase} for {_since(view.phase_began_s)}"
             self._say(f"  stage {self._deployment.stage(stage_id).name}: {state.stages[stage_id]}, {where}")
         self._supervisor.dump_stacks()
         self._say(f"  the stacks of the stages are in {self._runtime.logs}")
@@ -371,8 +374,8 @@ def dump_threads_on_quit(path: Path, then: Callable[[], None] | None = None) -> 
         faulthandler.register(signal.SIGQUIT, file=_stacks[0], all_threads=True, chain=then is not None)
 
 
-def _ago(began_s: float) -> str:
-    return f"{time.monotonic() - began_s:.1f}s ago"
+def _since(began_s: float) -> str:
+    return format_duration(time.monotonic() - began_s)
 
 
 def _policy(deployment: Deployment, stop: StopPlan) -> launch.LaunchPolicy:

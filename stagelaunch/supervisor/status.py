@@ -72,10 +72,12 @@ def stage_bodies(deployment: Deployment, supervisor: Supervisor, at_s: float) ->
 
 
 def deployment_state(supervisor: Supervisor) -> str:
-    """``booting``, ``ready`` or ``stopping``."""
+    """``booting``, ``ready``, ``restarting`` (a stage of it, after the boot) or ``stopping``."""
     if supervisor.state.is_ready:
         return "ready"
-    return "stopping" if supervisor.state.mode is Mode.STOPPING else "booting"
+    if supervisor.state.mode is Mode.STOPPING:
+        return "stopping"
+    return "restarting" if supervisor.state.was_ready else "booting"
 
 
 def _stage(

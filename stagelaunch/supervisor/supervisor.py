@@ -239,7 +239,7 @@ class Supervisor:
     def _tell_changes(self, before: LaunchState) -> None:
         for stage_id, granted in self._state.restarts.items():
             if granted != before.restarts.get(stage_id, ()):
-                self._say_restart(self._stages[stage_id], len(granted))
+                self._say_restart(self._stages[stage_id], granted)
         first = self._state.first_failure
         if first is not None and before.first_failure is None and isinstance(first.cause, StageFailure):
             self._hooks.on_failure(first.cause)
@@ -253,14 +253,15 @@ class Supervisor:
             return str(self._state.stop_reason)
         return first.cause.headline() if isinstance(first.cause, StageFailure) else str(first.cause)
 
-    def _say_restart(self, stage: Stage, number: int) -> None:
+    def _say_restart(self, stage: Stage, granted: tuple[float, ...]) -> None:
         pause_s = self._state.restart_at_s[stage.run.stage_id] - self._loop.time()
         assert self._state.policy.restarts is not None
         allowed = self._state.policy.restarts
         when = f"in {format_duration(max(pause_s, 0.0))}"
-        budget = f"{allowed.max_restarts} allowed within {format_duration(allowed.within_s)}"
-        self._say_of(stage, f"is started again {when} (restart {number}; {budget})")
-        self._tell_of(stage, EventKind.RESTARTING, reason="it failed", restart=number)
+        used = len(allowed.counting(granted, self._loop.time()))
+        budget = f"restart {used} of {allowed.max_restarts} within {format_duration(allowed.within_s)}"
+        self._say_of(stage, f"is started again {when} ({budget}; {len(granted)} since the start)")
+        self._tell_of(stage, EventKind.RESTARTING, reason="it failed", restart=len(granted))
 
     def _perform(self, command: launch.Command) -> None:
         match command:

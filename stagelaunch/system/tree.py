@@ -306,8 +306,9 @@ class _Sweep:
         return time.monotonic() >= self.trackers_until_s
 
     def _kill(self, processes: list[Process]) -> None:
+        # A tracker that did not end is a helper of ours, and nothing that anybody left.
+        self.killed.update((process.identity, process) for process in processes if not is_tracker(process))
         self._watch(processes, signal.SIGKILL)
-        self.killed.update((process.identity, process) for process in processes)
 
     def _watch(self, processes: list[Process], number: signal.Signals | None = None) -> None:
         """Wait for the end of these, but not long; with a number they are signalled first."""

@@ -336,7 +336,7 @@ def test_a_console_that_takes_nothing_does_not_hold_up_the_end(tmp_path: Path, m
 def test_a_pipe_that_nobody_reads_takes_no_line_and_blocks_nobody(tmp_path: Path) -> None:
     script = (
         "import os, sys\nfrom stagelaunch.cli.foreground import Voice as _Voice\n"
-        "voice = _Voice(None, None, shows_stages=True)\n"
+        "voice = _Voice(None, None, '', shows_stages=True)\n"
         "shown = 0\nwhile voice.listener().show('x' * 999): shown += 1\n"
         "os.write(1, b'%d' % shown)"
     )

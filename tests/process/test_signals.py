@@ -45,7 +45,7 @@ def test_signals_and_a_restart_of_a_ready_deployment(tmp_path: Path) -> None:
     # HUP: what can be taken over is, with every difference; a file that is wrong changes nothing.
     change(site, timeouts={**yaml.safe_load(site.config.read_text())["timeouts"], "stop": "2s"}, reserve="17MiB")
     told = send(signal.SIGHUP, "timeouts.stop: 3s -> 2s")
-    assert "reserve: 16MiB -> 17MiB (takes effect at the next start)" in told
+    assert "reserve: 16MiB -> 17MiB (takes effect at the next `up`)" in told
     good = site.config.read_text()
     site.config.write_text("name: [")
     send(signal.SIGHUP, "nothing was changed")

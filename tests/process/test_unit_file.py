@@ -88,4 +88,4 @@ def test_the_unit_leaves_room_for_our_own_deadlines() -> None:
     limits = Timeouts(phase="100s", lock="20s", stage="600s", stop="40s", memory="5s", driver="6s")
     said = unit_text(Service("site", ("/py",), limits)).splitlines()
     assert "TimeoutStartSec=110s" in said
-    assert "TimeoutStopSec=71s" in said
+    assert "TimeoutStopSec=73s" in said

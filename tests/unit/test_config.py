@@ -187,6 +187,8 @@ BAD: list[tuple[str, str, int | None, str | None, str]] = [
     ("  stop: 5s", "  stop: 99999h", 11, "timeouts.stop", "at most 30 days"),
     ("  stop: 5s", "  stop: {a: b}", 11, "timeouts.stop", "not a duration"),
     ("  stop: 5s", "  stop: 1:30", 11, "timeouts.stop", "has no unit"),
+    ("  stop: 5s", "  heartbeat: 1ms", 11, "timeouts.heartbeat", "too short to be kept; give at least 1s"),
+    ("timeouts:", "restarts: {backoff: 2m}\ntimeouts:", 6, "restarts.backoff", "backoff 2m is above backoff_max 60s"),
     ("phase: 60s", "phase: 120s", 7, "timeouts.phase", "phase 120s is not below stage 120s"),
     ("boot: 180s", "boot: 2m", 8, "timeouts.stage", "stage 120s is not below boot 2m"),
     ("lock: 60s", "lock: 500s", 10, "timeouts.lock", "lock 500s is not below stage 120s"),

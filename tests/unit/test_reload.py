@@ -48,25 +48,34 @@ def lines(old: Deployment, new: Deployment) -> list[str]:
         (read(restarts={"max": 5}), "restarts.max: 3 -> 5"),
         (read(memory_tolerance="1000B"), "memory_tolerance: 64MiB -> 1000B"),
         (read(logs={"max_size": "1GiB"}), "logs.max_size: 64MiB -> 1GiB"),
-        (read(order="serial"), "order: overlap -> serial (takes effect at the next start)"),
-        (read(reserve="512MiB"), "reserve: 2GiB -> 512MiB (takes effect at the next start)"),
+        (read(order="serial"), "order: overlap -> serial (takes effect at the next `up`)"),
+        (read(reserve="512MiB"), "reserve: 2GiB -> 512MiB (takes effect at the next `up`)"),
         (
             read(simulated={"devices": {0: "2GiB"}}),
-            "simulated.devices.0: 1GiB -> 2GiB (takes effect at the next start)",
+            "simulated.devices.0: 1GiB -> 2GiB (takes effect at the next `up`)",
         ),
-        (with_talker(utilization=0.5), "stages.talker.utilization: 0.6 -> 0.5 (takes effect at the next start)"),
+        (
+            with_talker(utilization=0.5),
+            "stages.talker.utilization: 0.6 -> 0.5 (takes effect at the next `up`)",
+        ),
         (
             with_talker(devices=["SIM-0000", 1]),
-            'stages.talker.devices: ["SIM-0000"] -> ["SIM-0000", 1] (takes effect at the next start)',
+            'stages.talker.devices: ["SIM-0000"] -> ["SIM-0000", 1] (takes effect at the next `up`)',
         ),
-        (with_talker(graphs=[1, 2]), "stages.talker.graphs: not set -> [1, 2] (takes effect at the next start)"),
+        (
+            with_talker(graphs=[1, 2]),
+            "stages.talker.graphs: not set -> [1, 2] (takes effect at the next `up`)",
+        ),
         (
             with_talker(options={"a": "x\ny" + 99 * "z"}),
-            f'stages.talker.options.a: not set -> "x\\ny{72 * "z"}... (takes effect at the next start)',
+            f'stages.talker.options.a: not set -> "x\\ny{72 * "z"}... (takes effect at the next `up`)',
         ),
-        (with_talker(env={"HF_TOKEN": "secret"}), "stages.talker.env.HF_TOKEN: added (takes effect at the next start)"),
+        (
+            with_talker(env={"HF_TOKEN": "secret"}),
+            "stages.talker.env.HF_TOKEN: added (takes effect at the next `up`)",
+        ),
         (read(stages=list(reversed(BASE["stages"]))), "nothing has changed"),
-        (read(stages=BASE["stages"][1:]), "stages.talker: removed (takes effect at the next start)"),
+        (read(stages=BASE["stages"][1:]), "stages.talker: removed (takes effect at the next `up`)"),
     ],
 )
 def test_each_difference_is_one_line_in_the_words_of_the_file(new: Deployment, line: str) -> None:
@@ -76,8 +85,8 @@ def test_each_difference_is_one_line_in_the_words_of_the_file(new: Deployment, l
 def test_a_stage_is_known_by_its_name_and_a_secret_is_never_said() -> None:
     renamed = read(stages=[{**STAGE, "name": "speaker", "utilization": 0.1}, BASE["stages"][1]])
     assert lines(read(), renamed) == [
-        "stages.talker: removed (takes effect at the next start)",
-        "stages.speaker: added (takes effect at the next start)",
+        "stages.talker: removed (takes effect at the next `up`)",
+        "stages.speaker: added (takes effect at the next `up`)",
     ]
     old, new = with_talker(env={"A": "secret", "B": "secret"}), with_talker(env={"A": "other"})
     assert [line.partition(" (")[0] for line in lines(old, new)] == [
