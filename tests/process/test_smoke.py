@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 import xml.etree.ElementTree as ET
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from stagelaunch.cli.smoke_voice import SmokeVoice
 from stagelaunch.cli.target import find_target
 from stagelaunch.core.smoke import SmokeReport
 from stagelaunch.system.marked import MARK, command_of, marked_pids
+from stagelaunch.system.tree import wait_for_ends
 
 WINDOW_S = 6.0
 
@@ -115,6 +117,26 @@ def test_an_interruption_during_a_boot_that_ignores_term_ends_in_time_with_repor
     assert (pids := Ran(130, stdout, said).pids) != set()
     assert [pid for pid in pids if not is_gone(pid)] == []
     assert all((info.free_bytes, info.processes) == (info.total_bytes, ()) for info in site.devices().values())
+
+
+def test_a_killed_smoke_takes_its_boot_along(site: Site) -> None:
+    site.stages = site.stages[:1]
+    process = site.start("smoke", str(site.write()))
+    assert process.stderr is not None
+    assert any("started on device" in line for line in process.stderr)
+    state = site.state()
+    warden = os.pidfd_open(state["warden"]["pid"])
+    process.kill()
+    process.communicate()
+    try:
+        assert wait_for_ends([warden], time.monotonic() + WINDOW_S)
+    finally:
+        with suppress(ProcessLookupError):
+            signal.pidfd_send_signal(warden, signal.SIGKILL)
+        os.close(warden)
+    # In good order: it was not merely killed.
+    assert (site.state()["state"], site.state()["exit_code"]) == ("ended", 130)
+    site.assert_nothing_left(Ran(0, "", ""))
 
 
 def test_the_first_signal_ends_what_waits_and_the_next_are_counted() -> None:
