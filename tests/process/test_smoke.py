@@ -19,8 +19,9 @@ from deployments import ROOT, Ran, Site, is_gone, light_stage
 from stagelaunch.cli.interrupts import Interrupted, Interrupts
 from stagelaunch.cli.main import main
 from stagelaunch.cli.smoke_boot import AGAIN_WAIT_S, SmokeBoot
-from stagelaunch.cli.smoke_voice import SmokeVoice
+from stagelaunch.cli.smoke_voice import ReportFiles, SmokeVoice
 from stagelaunch.cli.target import find_target
+from stagelaunch.core.errors import ExitCode
 from stagelaunch.core.smoke import SmokeReport
 from stagelaunch.system.marked import MARK, command_of, marked_pids
 from stagelaunch.system.tree import wait_for_ends
@@ -137,6 +138,38 @@ def test_a_killed_smoke_takes_its_boot_along(site: Site) -> None:
     # In good order: it was not merely killed.
     assert (site.state()["state"], site.state()["exit_code"]) == ("ended", 130)
     site.assert_nothing_left(Ran(0, "", ""))
+
+
+def test_a_report_goes_through_links_and_into_pipes_and_replaces_neither(tmp_path: Path) -> None:
+    old, link, fifo, stdout = tmp_path / "old.json", tmp_path / "link", tmp_path / "fifo", tmp_path / "stdout"
+    old.write_text("old")
+    link.symlink_to(old)
+    os.mkfifo(fifo)
+    report = SmokeReport("site", 1)
+    # Nobody reads yet: that is said, and holds nobody up.
+    assert ReportFiles(fifo, link).write(report, is_final=True) == ExitCode.TEMPORARY
+    reader = os.open(fifo, os.O_RDONLY | os.O_NONBLOCK)
+    for is_final in (False, True):
+        assert ReportFiles(fifo, link).write(report, is_final=is_final) == ExitCode.OK
+    os.set_blocking(reader, True)
+    with open(reader, encoding="utf-8") as pipe:
+        assert ET.fromstring(pipe.read()).tag == "testsuites"
+    assert link.is_symlink()
+    assert fifo.is_fifo()
+    assert json.loads(old.read_text())["deployment"] == "site"
+
+    saved = os.dup(1)
+    with stdout.open("wb", buffering=0) as file:
+        os.dup2(file.fileno(), 1)
+        try:
+            os.write(1, b"before")
+            ReportFiles(None, Path("/dev/stdout")).write(report, is_final=True)
+            os.write(1, b"after")
+        finally:
+            os.dup2(saved, 1)
+            os.close(saved)
+    text = stdout.read_text()
+    assert (text.startswith("before{"), text.endswith("}\nafter")) == (True, True)
 
 
 def test_the_first_signal_ends_what_waits_and_the_next_are_counted() -> None:
