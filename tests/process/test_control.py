@@ -148,24 +148,25 @@ def test_a_connection_that_asks_nothing_is_closed_and_too_many_at_once(
 ) -> None:
     async def scenario() -> None:
         async with serving(tmp_path) as stub:
+            # Those that have asked stay, however long.
+            followers = [stream(stub.runtime, "/v1/events?follow=1") for _ in range(2)]
+            stub.events.add(News(EventKind.BOOTING))
+            for follower in followers:
+                await asyncio.to_thread(next, follower)
             # Nothing at all, and half a request.
             for words in (b"", b"GET /v1/health HTTP/1.1\r\n"):
                 client = connect(stub)
                 client.sendall(words)
                 assert await asyncio.to_thread(ended, client)
             monkeypatch.setattr(control, "REQUEST_S", 60.0)
-            followers = [stream(stub.runtime, "/v1/events?follow=1") for _ in range(2)]
-            stub.events.add(News(EventKind.BOOTING))
-            for follower in followers:
-                await asyncio.to_thread(next, follower)
-            assert await asyncio.to_thread(ended, connect(stub))
-            # One that has asked stays, however long.
+            with connect(stub):
+                assert await asyncio.to_thread(ended, connect(stub))
             stub.events.add(News(EventKind.READY))
             for follower in followers:
                 assert (await asyncio.to_thread(next, follower))["event"] == "ready"
                 follower.close()
 
-    monkeypatch.setattr(control, "CONNECTIONS_MAX", 2)
+    monkeypatch.setattr(control, "CONNECTIONS_MAX", 3)
     monkeypatch.setattr(control, "REQUEST_S", 0.1)
     asyncio.run(scenario())
 
@@ -180,7 +181,8 @@ def test_what_is_no_http_is_answered_and_not_reported_but_our_own_errors_are(
 
     async def scenario() -> None:
         async with serving(tmp_path) as stub:
-            assert b" 400 " in await asyncio.to_thread(send, connect(stub), b"nonsense\r\n\r\n")
+            for words in (b"nonsense\r\n\r\n", b"GET / HTTP/1.1\r\nno header\r\n\r\n", b"GET /[ HTTP/1.1\r\n\r\n"):
+                assert b" 400 " in await asyncio.to_thread(send, connect(stub), words)
             assert caplog.records == []
             stub.health = {}
             request = b"GET /v1/health HTTP/1.1\r\nHost: x\r\n\r\n"
