@@ -38,8 +38,9 @@ CONNECTIONS_MAX = 128
 """More are closed at once: descriptors are needed for other things than clients that leak them."""
 _PEERCRED = struct.Struct("3i")
 _log = logging.getLogger(__name__)
-_log.addFilter(lambda record: not (record.exc_info and isinstance(record.exc_info[1], HttpProcessingError)))
-"""Where the library tells of what failed in a handler: our errors. What is no HTTP is a client's, and answered."""
+_CLIENTS_OWN = (HttpProcessingError, ConnectionError)
+"""What is no HTTP is answered, and a client may go at any time: neither is worth a word here."""
+_log.addFilter(lambda record: not (record.exc_info and isinstance(record.exc_info[1], _CLIENTS_OWN)))
 
 
 @dataclass(frozen=True)
