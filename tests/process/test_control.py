@@ -186,7 +186,8 @@ def test_what_is_no_http_is_answered_and_not_reported_but_our_own_errors_are(
         async with serving(tmp_path, restart=gone) as stub:
             for words in (b"nonsense\r\n\r\n", b"GET / HTTP/1.1\r\nno header\r\n\r\n", b"GET /[ HTTP/1.1\r\n\r\n"):
                 assert b" 400 " in await asyncio.to_thread(send, connect(stub), words)
-            assert await asyncio.to_thread(send, connect(stub), b"POST /v1/restart?stage=alpha HTTP/1.1\r\n\r\n")
+            request = b"POST /v1/restart?stage=alpha HTTP/1.1\r\nHost: x\r\n\r\n"
+            assert b" 500 " in await asyncio.to_thread(send, connect(stub), request)
             assert caplog.records == []
             stub.health = {}
             request = b"GET /v1/health HTTP/1.1\r\nHost: x\r\n\r\n"
