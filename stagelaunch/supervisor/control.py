@@ -9,7 +9,6 @@ import math
 import os
 import socket
 import struct
-import weakref
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from contextlib import aclosing
 from dataclasses import asdict, dataclass
@@ -35,7 +34,8 @@ REQUEST_S = 10.0
 IDLE_S = 10.0
 """How long one may stay after its last request."""
 CONNECTIONS_MAX = 128
-"""More are closed at once: descriptors are needed for other things than clients that leak them."""
+"""With more, whoever has asked nothing for longest is closed: descriptors are needed for other things than clients
+that leak them."""
 _PEERCRED = struct.Struct("3i")
 _log = logging.getLogger(__name__)
 _CLIENTS_OWN = (HttpProcessingError, ConnectionError)
@@ -84,8 +84,8 @@ class ControlServer:
         self._handlers = handlers
         self._closing = asyncio.Event()
         self._server: asyncio.Server | None = None
-        self._heard: weakref.WeakSet[asyncio.BaseTransport] = weakref.WeakSet()
-        """Connections that have sent a whole request."""
+        self._silent: dict[asyncio.BaseTransport, None] = {}
+        """Connections that have not sent a whole request yet, the oldest first."""
         self._bound: os.stat_result | None = None
         app = web.Application(middlewares=[self._note_request, _same_user_only, _errors_as_json])
         app.router.add_get("/v1/status", self._status)
@@ -148,23 +148,37 @@ class ControlServer:
 
     def _admit(self, transport: asyncio.Transport) -> None:
         server = self._runner.server
-        if server is None or len(server.connections) >= CONNECTIONS_MAX:
+        if server is None or (len(server.connections) >= CONNECTIONS_MAX and not self._make_room()):
             transport.abort()
             return
         handler = server()
         transport.set_protocol(handler)
         handler.connection_made(transport)
-        asyncio.get_running_loop().call_later(REQUEST_S, self._dismiss_silent, weakref.ref(transport))
+        self._silent[transport] = None
+        asyncio.get_running_loop().call_later(REQUEST_S, self._dismiss_silent, transport)
 
-    def _dismiss_silent(self, guest: weakref.ref[asyncio.Transport]) -> None:
-        transport = guest()
-        if transport is not None and transport not in self._heard:
+    def _make_room(self) -> bool:
+        """False where every connection is in use."""
+        while self._silent:
+            oldest = next(iter(self._silent))
+            if self._dismiss_silent(oldest):
+                return True
+        return False
+
+    def _dismiss_silent(self, transport: asyncio.BaseTransport) -> bool:
+        """Close it if it has asked nothing and is there still; whether it was."""
+        if transport not in self._silent:
+            return False
+        del self._silent[transport]
+        was_open = not transport.is_closing()
+        if isinstance(transport, asyncio.Transport):
             transport.abort()
+        return was_open
 
     @web.middleware
     async def _note_request(self, request: web.Request, handler: _Handler) -> web.StreamResponse:
         if request.transport is not None:
-            self._heard.add(request.transport)
+            self._silent.pop(request.transport, None)
         return await handler(request)
 
     async def _status(self, _: web.Request) -> web.Response:

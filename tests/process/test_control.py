@@ -159,7 +159,12 @@ def test_a_connection_that_asks_nothing_is_closed_and_too_many_at_once(
                 client.sendall(words)
                 assert await asyncio.to_thread(ended, client)
             monkeypatch.setattr(control, "REQUEST_S", 60.0)
-            with connect(stub):
+            # One that asks nothing makes room for the next; who cannot is turned away.
+            silent, third = connect(stub), connect(stub)
+            assert await asyncio.to_thread(ended, silent)
+            third.sendall(b"GET /v1/events?follow=1 HTTP/1.1\r\nHost: x\r\n\r\n")
+            assert b" 200 " in await asyncio.to_thread(third.recv, 4096)
+            with third:
                 assert await asyncio.to_thread(ended, connect(stub))
             stub.events.add(News(EventKind.READY))
             for follower in followers:
