@@ -181,7 +181,7 @@ class Warden:
         left = {self._supervisor, *(process.pid for process in swept.left)}
         killed = [process for process in swept.killed if process.pid not in left]
         if killed:
-            names = [f"{process.name} (pid {process.pid})" for process in killed[:_NAMED_MAX]]
+            names = [f"{process.shown_name} (pid {process.pid})" for process in killed[:_NAMED_MAX]]
             more = f" and {len(killed) - _NAMED_MAX} more" if len(killed) > _NAMED_MAX else ""
             say(f"killed what the supervisor left: {', '.join(names)}{more}")
         for process in swept.left:

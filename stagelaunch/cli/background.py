@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from stagelaunch.supervisor.runtime import Runtime
+from stagelaunch.system.process import die_with_parent
 
 
 def start_in_background(
@@ -17,13 +19,22 @@ def start_in_background(
     runtime_dir: Path | None,
     options: Sequence[str] = (),
     environment: Mapping[str, str] | None = None,
+    *,
+    tied: bool = False,
 ) -> tuple[subprocess.Popen[bytes], int]:
     """The process, and the descriptor on which it tells what happens, one JSON object a line.
 
     In a session of its own, so that a Ctrl-C here does not reach it; what it says goes to the supervisor's log.
+    ``tied``: it stops in good order when the thread that called this ends, however it ends.
     """
     runtime.create()
     read_fd, write_fd = os.pipe()
+    caller = os.getpid()
+
+    def tie() -> None:
+        # It becomes the warden, to whom SIGTERM is a request to stop.
+        die_with_parent(caller, signal.SIGTERM)
+
     command = [sys.executable, "-m", "stagelaunch", "up", "--notify-fd", str(write_fd), *options]
     if runtime_dir is not None:
         command += ["--runtime-dir", str(runtime_dir.absolute())]
@@ -38,6 +49,7 @@ def start_in_background(
                 pass_fds=(write_fd,),
                 start_new_session=True,
                 env=environment,
+                preexec_fn=tie if tied else None,
             )
     except BaseException:
         os.close(read_fd)

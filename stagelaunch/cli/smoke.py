@@ -50,7 +50,8 @@ def smoke(
     with Interrupts() as interrupts:
         for report in _reports(config, repeat, runtime_dir, timeout_s, interrupts, voice):
             # After each, so that nothing is lost should this process be killed.
-            written = files.write(report)
+            files.write(report, is_final=False)
+        written = files.write(report, is_final=True)
         voice.end(report)
     return report.exit_code or written
 

@@ -115,7 +115,7 @@ class SmokeBoot:
         environment = {name: value for name, value in os.environ.items() if name not in VARIABLES}
         # Not armed: an interruption between its start and our knowing of it would leave it to itself.
         self._process, events_fd = start_in_background(
-            self.target.runtime, self.config, self.runtime_dir, ["--ci"], {**environment, MARK: self._mark}
+            self.target.runtime, self.config, self.runtime_dir, ["--ci"], {**environment, MARK: self._mark}, tied=True
         )
         with os.fdopen(events_fd, "rb", buffering=0) as events, self.interrupts.armed():
             if self._follow(events.fileno(), began_s):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import secrets
+import stat
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -10,6 +12,7 @@ from pathlib import Path
 
 import click
 
+from stagelaunch.cli.streams import is_file
 from stagelaunch.core.annotations import end_group, error, group, resume, stop_commands
 from stagelaunch.core.errors import ExitCode, UsageError
 from stagelaunch.core.junit import junit_xml
@@ -79,15 +82,44 @@ class ReportFiles:
             if path is not None and path.is_dir():
                 raise UsageError(f"cannot write {option} {path}: it is a directory; name a file")
 
-    def write(self, report: SmokeReport) -> ExitCode:
-        """Both, each atomically. OK, or TEMPORARY when one cannot be written, which is said."""
+    def write(self, report: SmokeReport, *, is_final: bool) -> ExitCode:
+        """Both, each atomically; what is no file (a pipe, a terminal) gets the final one alone. OK, or TEMPORARY when
+        one cannot be written, which is said."""
         code = ExitCode.OK
         for path, text in ((self.junit, junit_xml), (self.json, report_json)):
             if path is None:
                 continue
             try:
-                write_atomically(path, text(report))
+                if not _is_stream(path):
+                    write_atomically(path.resolve(), text(report))
+                elif is_final:
+                    _write_to_stream(path, text(report))
             except OSError as failure:
                 click.echo(f"stagelaunch: cannot write {path}: {failure.strerror}", err=True)
                 code = ExitCode.TEMPORARY
         return code
+
+
+def _is_stream(path: Path) -> bool:
+    """Whether replacing it would lose it: it is no regular file, or our own stdout or stderr goes there."""
+    try:
+        return not stat.S_ISREG(path.stat().st_mode) or _own_output(path) is not None
+    except FileNotFoundError:
+        return False
+
+
+def _own_output(path: Path) -> int | None:
+    return next((fd for fd in (1, 2) if is_file(fd, path)), None)
+
+
+def _write_to_stream(path: Path, text: str) -> None:
+    own = _own_output(path)
+    if own is not None:
+        # The same open file: another one of it would write over what is there.
+        fd = os.dup(own)
+    else:
+        # Not blocking while it is opened: nobody may ever open the other end of a FIFO.
+        fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC | os.O_NONBLOCK)
+        os.set_blocking(fd, True)
+    with open(fd, "w", encoding="utf-8") as file:
+        file.write(text)

@@ -9,6 +9,8 @@ import time
 from pathlib import Path
 from typing import IO
 
+from stagelaunch.system.regular import open_log
+
 
 def open_standard_streams() -> None:
     """Put /dev/null where the caller closed a standard stream, so that no file of ours ends up in its place."""
@@ -41,7 +43,7 @@ def is_file(fd: int, path: Path) -> bool:
 
 def reopen_output(path: Path) -> None:
     """Go on with stdout and stderr in a file of this name, made anew if need be. OSError leaves them as they are."""
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+    fd = open_log(path)
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
         os.dup2(fd, stream.fileno())

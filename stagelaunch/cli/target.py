@@ -11,6 +11,7 @@ from stagelaunch.config_file import LoadedDeployment, load_deployment
 from stagelaunch.core.config_fields import is_slug
 from stagelaunch.core.errors import UsageError
 from stagelaunch.supervisor.runtime import Runtime, list_runtimes
+from stagelaunch.system.regular import read_regular
 
 CONFIG_SUFFIXES = (".yaml", ".yml", ".json")
 
@@ -63,7 +64,7 @@ def find_stages(words: Sequence[str], runtime_dir: Path | None) -> tuple[Target,
 def stage_names(runtime: Runtime) -> tuple[str, ...]:
     """The stages that the last run was to start, in its order, then others of which a log is left."""
     try:
-        told = [str(run["name"]) for run in json.loads(runtime.run_file.read_text())]
+        told = [str(run["name"]) for run in json.loads(read_regular(runtime.run_file))]
     except (OSError, ValueError, TypeError, KeyError):
         told = []
     logged = sorted(path.name.removesuffix(".log") for path in runtime.logs.glob("*.log"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import math
 import os
 import socket
@@ -15,9 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
 
 from stagelaunch.core import messages as m
-from stagelaunch.core.errors import StagelaunchError
+from stagelaunch.core.errors import ConfigError, Fault, StagelaunchError
 from stagelaunch.supervisor.events import EventLog
 from stagelaunch.supervisor.logs import follow_logs
 from stagelaunch.supervisor.runtime import Runtime
@@ -27,7 +29,18 @@ SHUTDOWN_S = 1.0
 """How long an unfinished request may hold up the end."""
 LOG_LINES = 100
 """How many lines of each log are given where the request does not say."""
+REQUEST_S = 10.0
+"""How long a connection may stay without a whole request."""
+IDLE_S = 10.0
+"""How long one may stay after its last request."""
+CONNECTIONS_MAX = 128
+"""With more, whoever has asked nothing for longest is closed: descriptors are needed for other things than clients
+that leak them."""
 _PEERCRED = struct.Struct("3i")
+_log = logging.getLogger(__name__)
+_CLIENTS_OWN = (HttpProcessingError, ConnectionError)
+"""What is no HTTP is answered, and a client may go at any time: neither is worth a word here."""
+_log.addFilter(lambda record: not (record.exc_info and isinstance(record.exc_info[1], _CLIENTS_OWN)))
 
 
 @dataclass(frozen=True)
@@ -49,6 +62,20 @@ class Handlers:
     """Start a stage again, by name; the answer says why that cannot be, None: it has begun."""
 
 
+_Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+class _Guest(asyncio.Protocol):
+    """A connection that was just accepted, until ``admit`` has given it to the server or closed it."""
+
+    def __init__(self, admit: Callable[[asyncio.Transport], None]) -> None:
+        self._admit = admit
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._admit(transport)
+
+
 class ControlServer:
     """Serves until closed. ``start`` replaces a socket that a dead supervisor left; the caller owns the deployment."""
 
@@ -56,9 +83,11 @@ class ControlServer:
         self._runtime = runtime
         self._handlers = handlers
         self._closing = asyncio.Event()
-        self._site: web.SockSite | None = None
+        self._server: asyncio.Server | None = None
+        self._silent: dict[asyncio.BaseTransport, None] = {}
+        """Connections that have not sent a whole request yet, the oldest first."""
         self._bound: os.stat_result | None = None
-        app = web.Application(middlewares=[_same_user_only, _errors_as_json])
+        app = web.Application(middlewares=[self._note_request, _same_user_only, _errors_as_json])
         app.router.add_get("/v1/status", self._status)
         app.router.add_get("/v1/events", self._events)
         app.router.add_get("/v1/logs", self._logs)
@@ -71,13 +100,19 @@ class ControlServer:
         # Requests are polls from our own command line: nothing worth a log line each. Cancelled when the client goes:
         # a follower of a quiet deployment would otherwise stay for good.
         self._runner = web.AppRunner(
-            app, access_log=None, handle_signals=False, shutdown_timeout=SHUTDOWN_S, handler_cancellation=True
-        )
+            app, access_log=None, handle_signals=False, shutdown_timeout=SHUTDOWN_S, handler_cancellation=True,
+            keepalive_timeout=IDLE_S, logger=_log,
+        )  # fmt: skip
 
     async def start(self) -> None:
-        """Listen."""
+        """Listen. ConfigError where the socket cannot be made."""
         await self._runner.setup()
-        await self._bind()
+        try:
+            await self._bind()
+        except OSError as error:
+            await self._runner.cleanup()
+            text = f"cannot be made: {error.strerror}; remove what is there, or set runtime_dir to another directory"
+            raise ConfigError((Fault(str(self._runtime.socket), None, None, text),)) from error
 
     async def look(self) -> bool:
         """Whether the socket is where it belongs; if it is not, a new one is made. OSError where that cannot be."""
@@ -89,6 +124,8 @@ class ControlServer:
     async def close(self) -> None:
         """Stop listening and remove the socket. Whoever follows the logs is told the rest."""
         self._closing.set()
+        if self._server is not None:
+            self._server.close()
         await self._runner.cleanup()
         if self._is_in_place():
             self._runtime.socket.unlink(missing_ok=True)
@@ -104,10 +141,45 @@ class ControlServer:
         self._runtime.socket.unlink(missing_ok=True)
         listener = bind_short(self._runtime)
         self._bound = self._runtime.socket.stat(follow_symlinks=False)
-        old, self._site = self._site, web.SockSite(self._runner, listener)
-        await self._site.start()
+        loop = asyncio.get_running_loop()
+        old, self._server = self._server, await loop.create_server(lambda: _Guest(self._admit), sock=listener)
         if old is not None:
-            await old.stop()
+            old.close()
+
+    def _admit(self, transport: asyncio.Transport) -> None:
+        server = self._runner.server
+        if server is None or (len(server.connections) >= CONNECTIONS_MAX and not self._make_room()):
+            transport.abort()
+            return
+        handler = server()
+        transport.set_protocol(handler)
+        handler.connection_made(transport)
+        self._silent[transport] = None
+        asyncio.get_running_loop().call_later(REQUEST_S, self._dismiss_silent, transport)
+
+    def _make_room(self) -> bool:
+        """False where every connection is in use."""
+        while self._silent:
+            oldest = next(iter(self._silent))
+            if self._dismiss_silent(oldest):
+                return True
+        return False
+
+    def _dismiss_silent(self, transport: asyncio.BaseTransport) -> bool:
+        """Close it if it has asked nothing and is there still; whether it was."""
+        if transport not in self._silent:
+            return False
+        del self._silent[transport]
+        was_open = not transport.is_closing()
+        if isinstance(transport, asyncio.Transport):
+            transport.abort()
+        return was_open
+
+    @web.middleware
+    async def _note_request(self, request: web.Request, handler: _Handler) -> web.StreamResponse:
+        if request.transport is not None:
+            self._silent.pop(request.transport, None)
+        return await handler(request)
 
     async def _status(self, _: web.Request) -> web.Response:
         return web.json_response(await self._handlers.status())
@@ -186,9 +258,6 @@ async def _stream(request: web.Request, records: AsyncGenerator[dict[str, Any], 
             await response.write(json.dumps(record).encode() + b"\n")
     await response.write_eof()
     return response
-
-
-_Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 @web.middleware

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-import stat
 from dataclasses import replace
 from pathlib import Path
 
 from stagelaunch.core.run_spec import StageRun, runs_to_json
 from stagelaunch.supervisor.runtime import write_atomically
+from stagelaunch.system.regular import read_regular
 
 _IRRELEVANT = ("deployment", "claim_id", "lock_dir", "lock_timeout_s", "log_path", "graphs_correction_bytes")
 """Parts of a run that do not change what its graphs take."""
@@ -45,9 +45,7 @@ def recall(path: Path, runs: tuple[StageRun, ...]) -> tuple[tuple[StageRun, ...]
 
 
 def _read(path: Path) -> dict[str, int]:
-    if stat.S_ISFIFO(path.stat().st_mode):
-        raise ValueError("it is not a file")
-    known = json.loads(path.read_text())
+    known = json.loads(read_regular(path))
     if not isinstance(known, dict) or not all(type(size) is int and 0 < size < 2**53 for size in known.values()):
         raise ValueError("it is not a list of sizes by plan")
     return known

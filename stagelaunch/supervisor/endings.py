@@ -31,9 +31,9 @@ def note_ending(runtime: Runtime, **how: Any) -> None:
         runtime.write_state("ended", **how)
 
 
-def note_outcome(runtime: Runtime, outcome: Outcome | None, stages: Sequence[dict[str, Any]] = ()) -> None:
-    """A run that had started is over; None: by a bug of ours. ``stages``: how far each came, as `status` shows it."""
-    if outcome is not None and (outcome.first is not None or outcome.leftovers):
+def note_outcome(runtime: Runtime, outcome: Outcome, stages: Sequence[dict[str, Any]] = ()) -> None:
+    """A run that had started is over. ``stages``: how far each came, as `status` shows it."""
+    if outcome.first is not None or outcome.leftovers:
         note_failure(
             runtime, runtime.directory.name, outcome.first, outcome.consequences, outcome.leftovers,
             int(outcome.exit_code),

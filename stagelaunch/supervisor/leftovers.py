@@ -47,7 +47,7 @@ async def clear_leftovers(runtime: Runtime, say: Callable[[str], None]) -> None:
     stuck = {process.identity for process in swept.left}
     for process in swept.killed:
         if process.identity not in stuck:
-            say(f"left by an earlier run (pid {process.pid}, {process.name}): killed")
+            say(f"left by an earlier run (pid {process.pid}, {process.shown_name}): killed")
     if swept.left:
         named = "; ".join(map(tree.describe, swept.left))
         raise LeftoverError(

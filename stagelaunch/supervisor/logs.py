@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import os
 import time
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Mapping
@@ -68,9 +69,11 @@ class StageLogs:
             self._print()
 
     def rotate(self) -> None:
-        """Put aside every log that has grown too large."""
+        """Put aside every log that has grown too large; have every one that is gone made again."""
         for stage_id, (name, path) in self._paths.items():
-            if size(path) > self._limits.max_size_bytes:
+            if not os.path.lexists(path):
+                self._tell(stage_id, m.ReopenLog())
+            elif size(path) > self._limits.max_size_bytes:
                 try:
                     put_aside(path, self._limits.keep)
                 except OSError as error:

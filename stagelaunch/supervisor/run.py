@@ -150,12 +150,13 @@ class _Rounds:
                 self._loaded, admitted, self._runtime, self._lock, lock_dir, self._listener, events, self._options,
                 self._service,
             )  # fmt: skip
-            outcome = None
             try:
                 outcome = await session.run()
-            finally:
-                self._loaded = session.loaded
-                note_outcome(self._runtime, outcome, session.stages())
+            except BaseException as error:
+                note_ending(self._runtime, exit_code=_exit_code(error))
+                raise
+            self._loaded = session.loaded
+            note_outcome(self._runtime, outcome, session.stages())
             return outcome, session.asked_to_stop
 
     async def _admit(self, held: ExitStack) -> tuple[LockDirectory, Admitted]:
@@ -217,7 +218,7 @@ def _say_what_is_forecast(deployment: Deployment, listener: Listener) -> None:
 
 
 def _exit_code(error: BaseException) -> int | None:
-    """Of a run that ended before anything was started; None for our own bug."""
+    """Of a run that ended without an outcome; None for our own bug."""
     match error:
         case StagelaunchError():
             return int(error.exit_code)

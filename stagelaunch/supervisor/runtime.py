@@ -29,6 +29,7 @@ from filelock import FileLock, Timeout
 from stagelaunch.core.errors import AlreadyRunningError, ConfigError, Fault
 from stagelaunch.supervisor.own_run import OwnRun
 from stagelaunch.system.process import boot_id, start_time
+from stagelaunch.system.regular import read_regular
 from stagelaunch.system.tree import read_process
 
 WAITS = {"admitting": "its admission", "waiting": "device memory", "restarting": "its restart"}
@@ -175,7 +176,7 @@ class Runtime:
     def read_state(self) -> dict[str, Any]:
         """What the last supervisor recorded; empty when there is nothing readable."""
         try:
-            body = json.loads(self.state.read_text())
+            body = json.loads(read_regular(self.state))
         except (OSError, ValueError, RecursionError):
             return {}
         return body if isinstance(body, dict) else {}

@@ -347,7 +347,7 @@ class Session:
         stuck = [process for process in swept.left if process.pid not in stages]
         for process in swept.killed:
             if process not in stuck and process.pid not in stages:
-                self._say(f"left by a stage (pid {process.pid}, {process.name}): killed")
+                self._say(f"left by a stage (pid {process.pid}, {process.shown_name}): killed")
         return [f"{tree.describe(process)} survived SIGKILL" for process in stuck]
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import itertools
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
@@ -36,6 +37,7 @@ from stagelaunch.supervisor.watch import Watch
 from stagelaunch.system import log_file
 from stagelaunch.system.process import signal_name
 
+_NO_ROOM = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 PROBE_TIMEOUT_S = 60.0
 """Or the phase deadline, if that is shorter: a probe is work like any other."""
 
@@ -83,6 +85,7 @@ class Supervisor:
         self._request_ids = itertools.count(1)
         self.began_s = self._loop.time()
         self.ready_at_s: float | None = None
+        self._told_no_room = False
 
     async def run(self) -> LaunchResult:
         """Boot, watch, stop. Returns when every stage is over or given up."""
@@ -107,6 +110,12 @@ class Supervisor:
     def _on_bug(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         """An exception in one of our callbacks: the launch cannot be trusted any more, so nothing may survive it."""
         error = context.get("exception")
+        if isinstance(error, OSError) and error.errno in _NO_ROOM and "socket" in context:
+            # Of accept, which is tried again by itself.
+            if not self._told_no_room:
+                self._say(f"cannot take a connection to its control socket: {error.strerror}; trying again")
+            self._told_no_room = True
+            return
         if not isinstance(error, Exception) or self._finished.done():
             loop.default_exception_handler(context)
             return

@@ -142,10 +142,13 @@ def sweep(directory: os.PathLike[str], device_uuid: str, dead_pids: Collection[i
     They would go when somebody looks for holders; this leaves nothing for later.
     """
     marks = tuple(f".{pid}." for pid in dead_pids)
-    for path in Path(directory).glob(f"{checked_uuid(device_uuid)}.*.*.*"):
-        if any(mark in path.name for mark in marks):
-            with suppress(OSError):
-                path.unlink()
+    pattern = f"{checked_uuid(device_uuid)}.*.*.*"
+    # Neither is worth an error: a directory that cannot be read now, for want of descriptors, or a file that stays.
+    with suppress(OSError):
+        for path in Path(directory).glob(pattern):
+            if any(mark in path.name for mark in marks):
+                with suppress(OSError):
+                    path.unlink()
 
 
 class DeviceLocks:

@@ -13,6 +13,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import BinaryIO
 
+from stagelaunch.system.regular import open_regular
+
 _FIRST_BLOCK_BYTES = 1 << 16
 _LAST_BLOCK_BYTES = 1 << 26
 _READ_BYTES = 1 << 20
@@ -64,7 +66,7 @@ def tail(path: Path, lines: int, since: Mark = _BEGINNING) -> tuple[str, ...]:
 
 def _last_lines(path: Path, lines: int, since: Mark) -> list[bytes]:
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             status = os.fstat(file.fileno())
             begin = since.get(status.st_ino, 0)
             # A new file can get the inode of one that was removed.
@@ -144,7 +146,7 @@ class Follower:
             status = self._path.stat()
             if self._files and os.path.samestat(status, os.fstat(self._files[-1].fileno())):
                 return False
-            self._files.append(open(self._path, "rb", buffering=0))  # noqa: SIM115 - closed in close()
+            self._files.append(open_regular(self._path))
         except OSError:
             return False
         return True

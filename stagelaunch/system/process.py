@@ -10,15 +10,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 _PR_SET_PDEATHSIG = 1
+# Loaded here, so that a child that was just forked has nothing to load.
+_libc = ctypes.CDLL(None, use_errno=True)
 
 
 def die_with_parent(parent_pid: int, number: signal.Signals = signal.SIGKILL) -> None:
-    """From now on the kernel kills this process, or sends it this signal, when the thread that started it ends.
+    """From now on the kernel sends this process ``number`` when the thread that started it ends; also after an exec.
 
     Arming is not retroactive, so a parent that died before is looked for afterwards; then this process leaves at once.
     """
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0) != 0:
+    if _libc.prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "cannot arm the parent-death signal")
     if os.getppid() != parent_pid:
         os._exit(1)

@@ -62,6 +62,11 @@ class Process:
         return self.pid, self.start
 
     @property
+    def shown_name(self) -> str:
+        """The name, which may hold anything, as it can be printed."""
+        return "".join(c if c.isprintable() else "?" for c in self.name)
+
+    @property
     def is_dead(self) -> bool:
         """Whether nothing of it runs any more. A leader that has ended may have threads that have not."""
         return self.state in "ZX" and self.threads <= 1
@@ -82,10 +87,15 @@ class Swept:
 
 
 def read_table() -> Table:
-    """Every process this one can see, by pid. Empty where /proc shows another PID namespace, whose pids mean others."""
+    """Every process this one can see, by pid. Empty where /proc shows another PID namespace, whose pids mean others,
+    and where it cannot be read, for want of descriptors."""
     if not _proc_is_ours():
         return {}
-    found = filter(None, (read_process(int(name)) for name in os.listdir("/proc") if name.isdecimal()))
+    try:
+        names = os.listdir("/proc")
+    except OSError:
+        return {}
+    found = filter(None, (read_process(int(name)) for name in names if name.isdecimal()))
     return {process.pid: process for process in found}
 
 
@@ -120,9 +130,8 @@ def parse_stat(text: bytes) -> Process:
 
 def describe(process: Process) -> str:
     """The process for a human: pid, name and what it does."""
-    name = "".join(c if c.isprintable() else "?" for c in process.name)
     state = process.state
-    return f"process {process.pid} ({name}) in state {state} ({_STATES.get(state, 'unknown')})"
+    return f"process {process.pid} ({process.shown_name}) in state {state} ({_STATES.get(state, 'unknown')})"
 
 
 def describe_pid(pid: int) -> str:

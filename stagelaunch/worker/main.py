@@ -18,6 +18,7 @@ from stagelaunch.core import messages as m
 from stagelaunch.core.phases import Phase
 from stagelaunch.core.run_spec import StageRun, run_from_json
 from stagelaunch.system.process import die_with_parent
+from stagelaunch.system.regular import read_regular
 from stagelaunch.system.tree import STAGE_VARIABLE
 from stagelaunch.worker.control import Control
 from stagelaunch.worker.output import Output
@@ -35,7 +36,7 @@ def run(run_file: str, stage_id: int, supervisor_pid: int, channel: socket.socke
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     reporter = Reporter(channel)
     try:
-        stage = run_from_json(Path(run_file).read_text(), stage_id)
+        stage = run_from_json(read_regular(Path(run_file)).decode(), stage_id)
         output = Output(stage.log_path, reporter.log_lost)
         output.redirect()
         control = Control(channel, reporter, output.reopen)

@@ -17,10 +17,12 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from stagelaunch.system.regular import open_log
+
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
 
-_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EFBIG)
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EFBIG, errno.EPIPE)
 
 
 class Output:
@@ -53,7 +55,7 @@ class Output:
 
     def _open_over_output(self) -> None:
         self._path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        _put_over_output(os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644))
+        _put_over_output(open_log(self._path))
 
     def _lost(self, error: OSError, instead: str) -> None:
         say, self._on_lost = self._on_lost, None

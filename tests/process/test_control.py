@@ -14,7 +14,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable
-from contextlib import ExitStack, asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -25,10 +25,11 @@ from deployments import ROOT, TIMEOUT_S, Ran, Site, light_stage
 from stagelaunch.cli.wait import wait_until
 from stagelaunch.config_file import load_deployment
 from stagelaunch.core import messages as m
-from stagelaunch.core.errors import AlreadyRunningError, ControlError
+from stagelaunch.core.errors import AlreadyRunningError, ConfigError, ControlError
 from stagelaunch.core.events import EventKind, News
 from stagelaunch.core.units import MIB
 from stagelaunch.devices.simfile import SimulatedFile
+from stagelaunch.supervisor import control
 from stagelaunch.supervisor.admission import refuse_if_claimed
 from stagelaunch.supervisor.client import exchange, request, stream
 from stagelaunch.supervisor.control import ControlServer, Handlers
@@ -126,6 +127,89 @@ def test_what_cannot_be_answered_is_json_with_a_version(
             assert (found, body["version"], said in body["error"]) == (status, 1, True), body
 
     asyncio.run(scenario())
+
+
+def connect(stub: Stub) -> socket.socket:
+    client = socket.socket(socket.AF_UNIX)
+    client.settimeout(TIMEOUT_S)
+    client.connect(os.path.relpath(stub.runtime.socket))
+    return client
+
+
+def ended(client: socket.socket) -> bool:
+    """Waits until the server has closed the connection; whether it did so without a word."""
+    with client, suppress(ConnectionResetError):
+        return client.recv(1) == b""
+    return True
+
+
+def test_a_connection_that_asks_nothing_is_closed_and_too_many_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scenario() -> None:
+        async with serving(tmp_path) as stub:
+            # Those that have asked stay, however long.
+            followers = [stream(stub.runtime, "/v1/events?follow=1") for _ in range(2)]
+            stub.events.add(News(EventKind.BOOTING))
+            for follower in followers:
+                await asyncio.to_thread(next, follower)
+            # Nothing at all, and half a request.
+            for words in (b"", b"GET /v1/health HTTP/1.1\r\n"):
+                client = connect(stub)
+                client.sendall(words)
+                assert await asyncio.to_thread(ended, client)
+            monkeypatch.setattr(control, "REQUEST_S", 60.0)
+            # One that asks nothing makes room for the next; who cannot is turned away.
+            silent, third = connect(stub), connect(stub)
+            assert await asyncio.to_thread(ended, silent)
+            third.sendall(b"GET /v1/events?follow=1 HTTP/1.1\r\nHost: x\r\n\r\n")
+            assert b" 200 " in await asyncio.to_thread(third.recv, 4096)
+            with third:
+                assert await asyncio.to_thread(ended, connect(stub))
+            stub.events.add(News(EventKind.READY))
+            for follower in followers:
+                assert (await asyncio.to_thread(next, follower))["event"] == "ready"
+                follower.close()
+
+    monkeypatch.setattr(control, "CONNECTIONS_MAX", 3)
+    monkeypatch.setattr(control, "REQUEST_S", 0.1)
+    asyncio.run(scenario())
+
+
+def test_what_is_no_http_is_answered_and_not_reported_but_our_own_errors_are(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def send(client: socket.socket, words: bytes) -> bytes:
+        with client:
+            client.sendall(words)
+            return client.recv(4096)
+
+    def gone(_: str) -> str | None:
+        raise ConnectionResetError
+
+    async def scenario() -> None:
+        async with serving(tmp_path, restart=gone) as stub:
+            for words in (b"nonsense\r\n\r\n", b"GET / HTTP/1.1\r\nno header\r\n\r\n", b"GET /[ HTTP/1.1\r\n\r\n"):
+                assert b" 400 " in await asyncio.to_thread(send, connect(stub), words)
+            request = b"POST /v1/restart?stage=alpha HTTP/1.1\r\nHost: x\r\n\r\n"
+            assert b" 500 " in await asyncio.to_thread(send, connect(stub), request)
+            assert caplog.records == []
+            stub.health = {}
+            request = b"GET /v1/health HTTP/1.1\r\nHost: x\r\n\r\n"
+            assert b" 500 " in await asyncio.to_thread(send, connect(stub), request)
+            (record,) = caplog.records
+            assert "KeyError" in str(record.exc_info)
+
+    asyncio.run(scenario())
+
+
+def test_a_socket_that_cannot_be_made_is_the_configs_fault(tmp_path: Path) -> None:
+    runtime = Runtime.of("site", tmp_path)
+    runtime.create()
+    runtime.socket.mkdir()
+    server = Stub(runtime).server
+    with pytest.raises(ConfigError, match=r"control\.sock: cannot be made: Is a directory; remove what is there"):
+        asyncio.run(server.start())
 
 
 def test_a_restart_is_begun_or_refused_with_the_reason(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ The worker's side runs in a child without an engine: its output and its control 
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 import socket
 import subprocess
@@ -24,7 +25,7 @@ from stagelaunch.core.phases import Phase
 from stagelaunch.supervisor import logs as stage_logs
 from stagelaunch.supervisor.logs import StageLogs, follow_logs, put_aside
 from stagelaunch.supervisor.runtime import Runtime
-from stagelaunch.system.log_file import Follower
+from stagelaunch.system.log_file import Follower, tail
 from stagelaunch.system.process import boot_id, start_time
 from stagelaunch.worker.reporter import Reporter
 
@@ -226,6 +227,27 @@ def test_a_log_that_cannot_be_opened_anew_goes_on_in_the_old_file(tmp_path: Path
         assert (tmp_path / "old").read_text() == "still here\n"
 
 
+def test_a_log_that_became_a_fifo_blocks_neither_its_stage_nor_who_reads_it(tmp_path: Path) -> None:
+    log = tmp_path / "a.log"
+    with worker(log, 'heard()\nprint("still here")\nreporter.ready()') as child:
+        child.synchronise()
+        follower = Follower(log)
+        log.rename(tmp_path / "old")
+        os.mkfifo(log)
+        child.send(m.ReopenLog())
+        assert "goes to the old file" in str(child.next())
+        assert (follower.poll(), tail(log, 3)) == ([], ())
+        child.say()
+        assert isinstance(child.next(), m.Ready)
+        assert follower.finish() == [b"still here"]
+
+
+def test_a_state_that_is_a_fifo_is_no_state(tmp_path: Path) -> None:
+    runtime = Runtime(tmp_path)
+    os.mkfifo(runtime.state)
+    assert (runtime.read_state(), runtime.live_pid()) == ({}, None)
+
+
 # Rotation
 
 
@@ -260,14 +282,18 @@ def test_a_log_that_has_grown_too_large_is_put_aside_and_its_stage_told(tmp_path
     said: list[str] = []
     paths = {0: ("alpha", tmp_path / "alpha.log"), 1: ("beta", tmp_path / "beta.log")}
     minder = StageLogs(paths, Logs(max_size=10, keep=1), lambda *words: told.append(words), said.append)
+    # One that is not there, or was deleted, is made.
+    paths[1][1].touch()
     minder.rotate()
+    assert told == [(0, m.ReopenLog())]
+    told.clear()
     paths[0][1].write_text("x" * 10)
     minder.rotate()
     assert told == []
     paths[0][1].write_text("x" * 11)
     minder.rotate()
     assert told == [(0, m.ReopenLog())]
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["alpha.log.1"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["alpha.log.1", "beta.log"]
 
     # What cannot be put aside is said once.
     (tmp_path / "beta.log.1").mkdir()

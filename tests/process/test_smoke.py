@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 import xml.etree.ElementTree as ET
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +19,12 @@ from deployments import ROOT, Ran, Site, is_gone, light_stage
 from stagelaunch.cli.interrupts import Interrupted, Interrupts
 from stagelaunch.cli.main import main
 from stagelaunch.cli.smoke_boot import AGAIN_WAIT_S, SmokeBoot
-from stagelaunch.cli.smoke_voice import SmokeVoice
+from stagelaunch.cli.smoke_voice import ReportFiles, SmokeVoice
 from stagelaunch.cli.target import find_target
+from stagelaunch.core.errors import ExitCode
 from stagelaunch.core.smoke import SmokeReport
 from stagelaunch.system.marked import MARK, command_of, marked_pids
+from stagelaunch.system.tree import wait_for_ends
 
 WINDOW_S = 6.0
 
@@ -115,6 +118,58 @@ def test_an_interruption_during_a_boot_that_ignores_term_ends_in_time_with_repor
     assert (pids := Ran(130, stdout, said).pids) != set()
     assert [pid for pid in pids if not is_gone(pid)] == []
     assert all((info.free_bytes, info.processes) == (info.total_bytes, ()) for info in site.devices().values())
+
+
+def test_a_killed_smoke_takes_its_boot_along(site: Site) -> None:
+    site.stages = site.stages[:1]
+    process = site.start("smoke", str(site.write()))
+    assert process.stderr is not None
+    assert any("started on device" in line for line in process.stderr)
+    state = site.state()
+    warden = os.pidfd_open(state["warden"]["pid"])
+    process.kill()
+    process.communicate()
+    try:
+        assert wait_for_ends([warden], time.monotonic() + WINDOW_S)
+    finally:
+        with suppress(ProcessLookupError):
+            signal.pidfd_send_signal(warden, signal.SIGKILL)
+        os.close(warden)
+    # In good order: it was not merely killed.
+    assert (site.state()["state"], site.state()["exit_code"]) == ("ended", 130)
+    site.assert_nothing_left(Ran(0, "", ""))
+
+
+def test_a_report_goes_through_links_and_into_pipes_and_replaces_neither(tmp_path: Path) -> None:
+    old, link, fifo, stdout = tmp_path / "old.json", tmp_path / "link", tmp_path / "fifo", tmp_path / "stdout"
+    old.write_text("old")
+    link.symlink_to(old)
+    os.mkfifo(fifo)
+    report = SmokeReport("site", 1)
+    # Nobody reads yet: that is said, and holds nobody up.
+    assert ReportFiles(fifo, link).write(report, is_final=True) == ExitCode.TEMPORARY
+    reader = os.open(fifo, os.O_RDONLY | os.O_NONBLOCK)
+    for is_final in (False, True):
+        assert ReportFiles(fifo, link).write(report, is_final=is_final) == ExitCode.OK
+    os.set_blocking(reader, True)
+    with open(reader, encoding="utf-8") as pipe:
+        assert ET.fromstring(pipe.read()).tag == "testsuites"
+    assert link.is_symlink()
+    assert fifo.is_fifo()
+    assert json.loads(old.read_text())["deployment"] == "site"
+
+    saved = os.dup(1)
+    with stdout.open("wb", buffering=0) as file:
+        os.dup2(file.fileno(), 1)
+        try:
+            os.write(1, b"before")
+            ReportFiles(None, Path("/dev/stdout")).write(report, is_final=True)
+            os.write(1, b"after")
+        finally:
+            os.dup2(saved, 1)
+            os.close(saved)
+    text = stdout.read_text()
+    assert (text.startswith("before{"), text.endswith("}\nafter")) == (True, True)
 
 
 def test_the_first_signal_ends_what_waits_and_the_next_are_counted() -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import time
+from dataclasses import replace
 
 import pytest
 
@@ -104,6 +106,20 @@ def test_a_table_of_another_namespace_is_no_table(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(os, "readlink", lambda _: "1")
     assert tree.read_table() == {}
     assert tree.children(os.getpid()) == ()
+
+
+def test_a_table_that_cannot_be_read_for_want_of_descriptors_is_empty(monkeypatch: pytest.MonkeyPatch) -> None:
+    def out_of_descriptors(_: str) -> list[str]:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(os, "listdir", out_of_descriptors)
+    assert tree.read_table() == {}
+
+
+def test_a_name_is_shown_as_one_line_of_plain_characters() -> None:
+    process = replace(RUN[30], name="a\x1b[2J\n::error::x")
+    assert process.shown_name == "a?[2J?::error::x"
+    assert tree.describe(process).startswith("process 30 (a?[2J?::error::x) in")
 
 
 def test_a_wait_for_processes_ends_with_its_deadline() -> None:

@@ -1,0 +1,34 @@
+"""Opening files that somebody may have replaced by something else: a FIFO at the path blocks nobody.
+
+Standard library only. Not the files of a directory that all users share: those are `records`.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from pathlib import Path
+from typing import BinaryIO
+
+
+def open_regular(path: Path) -> BinaryIO:
+    """The file, to be read, unbuffered; OSError also where it is no regular file."""
+    # Opened without blocking, looked at before anything else: a FIFO would wait for a writer.
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOCTTY | os.O_NONBLOCK)
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise OSError(errno.EINVAL, "it is not a file", str(path))
+    return open(fd, "rb", buffering=0)
+
+
+def read_regular(path: Path) -> bytes:
+    """All of the file; OSError also where it is no regular file."""
+    with open_regular(path) as file:
+        return file.read()
+
+
+def open_log(path: Path) -> int:
+    """A descriptor that appends to the file, made if need be. A FIFO never blocks: not opened without a reader, and
+    what it has no room for raises."""
+    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOCTTY | os.O_NONBLOCK, 0o644)
