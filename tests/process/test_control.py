@@ -114,7 +114,7 @@ def test_health_and_readiness_answer_with_their_state(tmp_path: Path) -> None:
         ("GET", "/v1/down", 405, "Not Allowed"),
         ("GET", "/v1/logs?stage=beta", 404, "beta: no such stage (there are: alpha)"),
         ("GET", "/v1/logs?lines=many", 400, "lines is 'many'"),
-        ("POST", "/v1/probe", 409, "no stage is ready"),
+        ("POST", "/v1/probe?stage=beta", 404, "beta: no such stage (there are: alpha)"),
         ("POST", "/v1/restart?stage=alpha", 501, "cannot start a single stage again"),
     ],
 )
