@@ -129,4 +129,5 @@ def _everything(table: tree.Table, run_id: str | None, directory: Path | None) -
         found |= {process.pid: process for process in tree.find_run(run_id, table)}
     inside = () if directory is None else cgroup.pids(directory)
     found |= {pid: table[pid] for pid in inside if pid in table}
-    return [process for pid, process in found.items() if pid != me]
+    # Our own tracker waits for us, and ends by itself then.
+    return [process for pid, process in found.items() if pid != me and not tree.is_tracker(process)]
