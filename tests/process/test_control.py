@@ -38,7 +38,7 @@ from stagelaunch.supervisor.keeper import Keeper
 from stagelaunch.supervisor.runtime import Runtime
 from stagelaunch.system.claims import Share, claiming_pid, hold_claims
 from stagelaunch.system.locks import LockDirectory
-from stagelaunch.system.process import boot_id
+from stagelaunch.system.process import boot_id, start_time
 
 
 @dataclass
@@ -588,3 +588,19 @@ def started(site: Site, stack: ExitStack, *words: str) -> subprocess.Popen[str]:
     stack.callback(process.communicate)
     stack.callback(process.kill)
     return process
+
+
+def test_down_signals_nobody_whom_a_state_only_names(tmp_path: Path) -> None:
+    site = Site(tmp_path, [light_stage(0, "alpha", 0)])
+    site.write()
+    runtime = Runtime.of("site", tmp_path / "run")
+    runtime.create()
+    innocent = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    try:
+        named = {"pid": innocent.pid, "start": start_time(innocent.pid), "boot": boot_id()}
+        runtime.state.write_text(json.dumps({"state": "admitting", **named}))
+        assert site.run("down", str(site.config), "--timeout", "1").code == 1
+        assert innocent.poll() is None
+    finally:
+        innocent.communicate(b"\n")
+    assert innocent.returncode == 0

@@ -301,6 +301,17 @@ def test_a_supervisor_killed_while_it_boots_leaves_nothing(site: Site) -> None:
         os.close(fd)
 
 
+def test_a_killed_warden_takes_all_along_by_its_supervisor(site: Site) -> None:
+    up, pidfds, _ = booting(site)
+    up.kill()
+    assert tree.wait_for_ends(pidfds.values(), time.monotonic() + 10)
+    up.communicate(timeout=60)
+    for info in site.devices().values():
+        assert (info.free_bytes, info.processes) == (info.total_bytes, ())
+    for fd in pidfds.values():
+        os.close(fd)
+
+
 def test_what_is_left_when_the_warden_is_killed_too_is_killed_by_the_next_start(site: Site) -> None:
     up, pidfds, left = booting(site)
     signal.pidfd_send_signal(pidfds["supervisor"], signal.SIGKILL)
