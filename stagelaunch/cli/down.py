@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import time
-from contextlib import suppress
 from pathlib import Path
 
 import click
@@ -39,7 +38,7 @@ def down(target: str, now: bool, timeout_s: float, runtime_dir: Path | None) -> 
     try:
         pidfd = _open_supervisor(runtime)
         # The warden ends last: only then is nothing left of the run.
-        pidfds = (pidfd, *_open_warden(runtime))
+        pidfds = tuple(fd for fd in (pidfd, runtime.warden_pidfd()) if fd is not None)
         if runtime.waits_for is not None and runtime.is_owned():
             # Nothing answers yet. Should it be admitted this instant, the signal stops it in good order.
             signal.pidfd_send_signal(pidfd, signal.SIGTERM)
@@ -90,19 +89,6 @@ def _open_supervisor(runtime: Runtime) -> int:
         os.close(pidfd)
         raise NotRunningError(f"cannot stop deployment {name}: it has just ended")
     return pidfd
-
-
-def _open_warden(runtime: Runtime) -> tuple[int, ...]:
-    """A pidfd of the warden, where one is recorded and lives."""
-    pid = runtime.live_warden()
-    if pid is None:
-        return ()
-    with suppress(ProcessLookupError):
-        pidfd = os.pidfd_open(pid)
-        if runtime.live_warden() == pid:
-            return (pidfd,)
-        os.close(pidfd)
-    return ()
 
 
 def _wait(pidfds: tuple[int, ...], timeout_s: float) -> bool:

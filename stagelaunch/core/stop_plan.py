@@ -18,7 +18,6 @@ ASK_SHARE = 0.8
 """Of the grace: what a ready stage has to answer to being asked before TERM."""
 KILL_WAIT_S = 10.0
 """How long the kernel gets to remove what was killed."""
-
 STRAYS_S = 2.0
 """How long it gets to remove what stages have left; the warden comes after."""
 

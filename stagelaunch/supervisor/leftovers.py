@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from stagelaunch.core.errors import AlreadyRunningError, LeftoverError
+from stagelaunch.core.stop_plan import KILL_WAIT_S
 from stagelaunch.supervisor.runtime import Runtime
 from stagelaunch.system import cgroup, tree
 from stagelaunch.system.process import boot_id
 
 WARDEN_WAIT_S = 15.0
 """How long the warden of an earlier run may take to clear up: what it gives the kernel, and some."""
-KILL_WAIT_S = 10.0
 
 
 def find_leftovers(runtime: Runtime) -> tuple[tree.Process, ...]:

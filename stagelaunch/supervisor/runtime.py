@@ -224,7 +224,11 @@ class Runtime:
 
         Unlike a pid it cannot come to mean another process.
         """
-        return _open(self.live_warden) or _open(self.owner_pid)
+        return self.warden_pidfd() or _open(self.owner_pid)
+
+    def warden_pidfd(self) -> int | None:
+        """A descriptor of the warden alone; None where none is recorded or lives."""
+        return _open(self.live_warden)
 
     def live_warden(self) -> int | None:
         """The recorded run's warden, if it lives: it outlives its supervisor for as long as it clears up."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
+
+from stagelaunch.system import tree
 
 MARK = "STAGELAUNCH_SMOKE"
 
@@ -13,8 +14,8 @@ def marked_pids(mark: str) -> tuple[int, ...]:
 
     Zombies have no environment and are not found; nor is what has overwritten it (a rewritten title).
     """
-    wanted = f"{MARK}={mark}".encode()
-    return tuple(sorted(pid for pid in _all_pids() if wanted in _environment(pid)))
+    living = (process for process in tree.read_table().values() if not process.is_dead)
+    return tuple(sorted(process.pid for process in living if tree.carries(process, {MARK: mark})))
 
 
 def command_of(pid: int) -> str:
@@ -24,14 +25,3 @@ def command_of(pid: int) -> str:
         return words.decode(errors="replace") or Path(f"/proc/{pid}/comm").read_text().strip()
     except OSError:
         return "?"
-
-
-def _all_pids() -> list[int]:
-    return [int(name) for name in os.listdir("/proc") if name.isdecimal()]
-
-
-def _environment(pid: int) -> list[bytes]:
-    try:
-        return Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-    except OSError:
-        return []

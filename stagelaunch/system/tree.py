@@ -10,7 +10,7 @@ import os
 import select
 import signal
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 
@@ -200,7 +200,12 @@ def is_tracker(process: Process) -> bool:
 
 def is_marked(process: Process, run_id: str, stage: str | None = None) -> bool:
     """Whether its environment says it belongs to this run, and to this stage. False where that cannot be read."""
-    wanted = {f"{RUN_VARIABLE}={run_id}".encode()} | ({f"{STAGE_VARIABLE}={stage}".encode()} if stage else set())
+    return carries(process, {RUN_VARIABLE: run_id} | ({STAGE_VARIABLE: stage} if stage else {}))
+
+
+def carries(process: Process, variables: Mapping[str, str]) -> bool:
+    """Whether it was started with these in its environment. False where that cannot be read, or was overwritten."""
+    wanted = {f"{name}={value}".encode() for name, value in variables.items()}
     return wanted <= set(_words(process.pid, "environ"))
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from wards import WITHOUT_CGROUP, Ward, can_have_cgroup
 
-from stagelaunch.cli.down import _open_warden, _wait
+from stagelaunch.cli.down import _wait
 from stagelaunch.core.errors import AlreadyRunningError, LeftoverError
 from stagelaunch.supervisor import leftovers
 from stagelaunch.supervisor.leftovers import clear_leftovers, find_leftovers
@@ -153,8 +153,9 @@ def test_a_run_of_another_boot_and_a_process_above_are_left_alone(
 def test_down_waits_for_the_warden_too(begin: Any, tmp_path: Path) -> None:
     ward = begin()
     Runtime(tmp_path, run_of(ward)).write_state("ready")
-    pidfds = _open_warden(Runtime(tmp_path))
-    assert not _wait(tuple(map(os.dup, pidfds)), 0)
+    pidfd = Runtime(tmp_path).warden_pidfd()
+    assert pidfd is not None
+    assert not _wait((os.dup(pidfd),), 0)
     ward.process.terminate()
-    assert _wait(pidfds, 10)
-    assert _open_warden(Runtime(tmp_path)) == ()
+    assert _wait((pidfd,), 10)
+    assert Runtime(tmp_path).warden_pidfd() is None
