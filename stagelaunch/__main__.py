@@ -1,9 +1,32 @@
-"""``python -m stagelaunch``: the command line."""
+"""The command line, as the ``stagelaunch`` script and ``python -m stagelaunch`` run it.
 
+Imports next to nothing: multiprocessing imports the script in each stage, too, and they have no use for a command line.
+"""
+
+import os
+import signal
 import sys
 
-# Not for the stages: multiprocessing imports this module in each of them, too, and they have no use for a command line.
-if __name__ == "__main__":
-    from stagelaunch.cli.main import main
 
+def main() -> int:
+    """Run this process's command line; the exit code to leave with."""
+    # Left alone where it is ignored, as some callers leave it.
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, _leave)
+    from stagelaunch.cli.main import main as run
+
+    return run()
+
+
+def _leave(*_: object) -> None:
+    """Ctrl-C, for all that has nothing to put in order. KeyboardInterrupt can get lost: some callbacks swallow it, one
+    of the import system among them."""
+    try:
+        os.write(2, b"stagelaunch: interrupted\n")
+    finally:
+        # ExitCode.INTERRUPTED, which may not be imported yet.
+        os._exit(130)
+
+
+if __name__ == "__main__":
     sys.exit(main())

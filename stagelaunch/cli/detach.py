@@ -27,6 +27,8 @@ def detach(config: str, target: Target, runtime_dir: Path | None, wait: bool, wa
     log_path = target.runtime.supervisor_log
     # Whoever ends the waiting process means the boot: SIGTERM is taken like Ctrl-C.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
+    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     with os.fdopen(read_fd) as events:
         try:
             return _follow(events, wait, target, log_path)

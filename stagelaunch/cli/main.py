@@ -144,7 +144,3 @@ def _say(text: str) -> None:
     with contextlib.suppress(OSError):
         for line in text.splitlines():
             click.echo(f"stagelaunch: {line}", err=True)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -225,7 +225,8 @@ def test_a_device_that_fails_or_hangs_takes_neither_the_others_nor_the_asker_alo
     (lost,) = inventory.unusable
     assert (lost.index, lost.uuid, lost.name, lost.is_cut) == (0, uuid, name, False)
     assert lost.reason.startswith(reason)
-    assert ticks >= 3
+    # What fails at once may be over before the loop has had its turn.
+    assert ticks >= 3 or fault.startswith("lost")
     assert children() == []
 
 

@@ -116,8 +116,39 @@ def test_ctrl_c_right_after_the_start(site: Site, opened: list[Terminal], presse
     select.select([], [], [], 0.05)
     for _ in range(presses):
         terminal.press(CTRL_C)
+    while terminal._read() and "started on device" not in terminal.said:
+        continue
+    if "started on device" in terminal.said:
+        # Before anything of ours runs, the interpreter can lose it in a callback of its import system, and says so.
+        assert "Exception ignored in" in terminal.said
+        for _ in range(presses):
+            terminal.press(CTRL_C)
     ran = terminal.finish()
     # Before anything of ours runs, the interpreter's own ways to end at SIGINT are all there is.
     assert ran.code in (130, -2) or "init_import_site" in ran.stderr, ran.stderr
     if (site.directory / "locks").exists():
         site.assert_nothing_left(ran, supervisor_was_killed=True)
+
+
+LOST_IN_AN_IMPORT = """
+import os, signal, sys, weakref
+class Thing: pass
+def hook(event, arguments):
+    if event == "import" and arguments[0] == "click":
+        thing = Thing()
+        # Where the import system itself would lose a KeyboardInterrupt, and so the user's Ctrl-C.
+        callback = weakref.ref(thing, lambda _: os.kill(os.getpid(), signal.SIGINT))
+        del thing
+sys.addaudithook(hook)
+sys.argv = ["stagelaunch", "schema"]
+from stagelaunch.__main__ import main
+sys.exit(main())
+"""
+
+
+def test_ctrl_c_is_not_lost_in_an_import() -> None:
+    ran = subprocess.run(
+        [sys.executable, "-c", LOST_IN_AN_IMPORT], cwd=ROOT, capture_output=True, text=True, timeout=TIMEOUT_S,
+        check=False,
+    )  # fmt: skip
+    assert (ran.returncode, ran.stdout, ran.stderr) == (130, "", "stagelaunch: interrupted\n")
