@@ -220,6 +220,8 @@ class Deployment(BaseModel):
     """``cuda``: real GPUs; ``simulated``: devices kept in a file, for machines without one."""
     order: Literal["overlap", "serial"] = "overlap"
     """``overlap``: all stages boot together; ``serial``: stages that share a device boot one after another by id."""
+    preload: bool = True
+    """Libraries are imported once, in a process that the stages are forked from; ``false``: by each stage itself."""
     reserve_bytes: Size = Field(default=2 * GIB, alias="reserve")
     """Kept free for each stage on each of its devices, on top of its budget."""
     on_failure: Literal["stop-all", "restart-stage", "restart-all"] = "stop-all"

@@ -41,7 +41,11 @@ class ProbeResult:
 
 
 class Engine(Protocol):
-    """One stage's model. Methods are called in this order, from one thread, each at most as noted."""
+    """One stage's model. Methods are called in this order, from one thread, each at most as noted.
+
+    A class attribute ``preload`` may name modules to import before stages are forked. They, and the engine's own, must
+    start no thread and touch no device then.
+    """
 
     def import_libraries(self) -> None:
         """Import what the model needs. Touches no device."""
@@ -78,13 +82,21 @@ class Engine(Protocol):
         """Drop everything that lives on the device. Idempotent."""
 
 
+def import_engine(name: str) -> Callable[[EngineSpec], Engine]:
+    """The class called ``name``, with the modules its ``preload`` names imported: what stages share by being forked."""
+    module_name, _, class_name = BUILT_IN.get(name, name).partition(":")
+    factory = getattr(import_module(module_name), class_name)
+    for module in getattr(factory, "preload", ()):
+        import_module(module)
+    return cast(Callable[[EngineSpec], Engine], factory)
+
+
 def create_engine(name: str, spec: EngineSpec) -> Engine:
     """The engine called ``name``: a built-in one, or ``package.module:ClassName``. StageError if there is none."""
-    module_name, _, class_name = BUILT_IN.get(name, name).partition(":")
     try:
-        factory = getattr(import_module(module_name), class_name)
+        factory = import_engine(name)
     except (ImportError, AttributeError, ValueError) as error:
         raise StageError(
             f"cannot load engine {name!r}: {error}; name one of {', '.join(BUILT_IN)} or package.module:ClassName"
         ) from error
-    return cast(Engine, factory(spec))
+    return factory(spec)

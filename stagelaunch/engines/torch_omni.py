@@ -58,6 +58,8 @@ class Runner(Protocol):
 class TorchOmniEngine:
     """Thinker, talker or code2wav as an Engine."""
 
+    preload = ("stagelaunch.engines.omni_model",)
+
     def __init__(self, spec: EngineSpec) -> None:
         self._spec = spec
         self._chunk_frames = _chunk_frames(spec)

@@ -7,6 +7,7 @@ RUNTIME/NAME/run.json      what its workers were told
 RUNTIME/NAME/corrections.json  what captures took beyond their estimate, for the next boot
 RUNTIME/NAME/error.json    why the last run failed, who failed first; not there when it did not
 RUNTIME/NAME/stacks.log    the supervisor's threads, at each SIGQUIT
+RUNTIME/NAME/imports.log   what libraries say while they are imported for all stages at once
 RUNTIME/NAME/logs/STAGE.log   one per stage
     RUNTIME/NAME/supervisor.log   what a detached supervisor says
 """
@@ -109,6 +110,11 @@ class Runtime:
     def stacks(self) -> Path:
         """Where SIGQUIT writes the stacks of the supervisor's threads."""
         return self.directory / "stacks.log"
+
+    @property
+    def imports_log(self) -> Path:
+        """What libraries say while they are imported for all stages at once."""
+        return self.directory / "imports.log"
 
     @property
     def logs(self) -> Path:

@@ -105,7 +105,7 @@ class Session:
         self._tasks: set[asyncio.Task[None]] = set()
         hooks = Hooks(self._say, self._on_ready, self._on_failure, self._on_stopping, events.add, self._readmit)
         policy, timeouts = _policy(self._deployment, self._stop_plan), _timeouts(self._deployment)
-        self._supervisor = Supervisor(admitted.runs, policy, timeouts, runtime, hooks)
+        self._supervisor = Supervisor(admitted.runs, policy, timeouts, runtime, hooks, preload=self._deployment.preload)
         paths = {run.stage_id: (run.name, run.log_path) for run in admitted.runs}
         self._logs = StageLogs(paths, self._deployment.logs, self._supervisor.tell, listener.say, listener.show)
 

@@ -44,6 +44,11 @@ class Stage:
         return self.process is not None and not self.process.ended.is_set()
 
     @property
+    def pid(self) -> int | None:
+        """Of its process, also when that has ended; None when it has none, or not yet."""
+        return None if self.process is None else self.process.pid
+
+    @property
     def answers(self) -> bool:
         """Whether it can be expected to answer a ping now."""
         assert self.view is not None or not self.is_alive
@@ -93,7 +98,7 @@ class Stage:
             text=text,
             elapsed_s=at_s - self.view.spawned_s,
             exit_code=exit_code,
-            pid=None if self.process is None else self.process.pid,
+            pid=self.pid,
             exit_status=exit_status,
             signal=signal,
             traceback=traceback,

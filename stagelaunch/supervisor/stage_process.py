@@ -1,72 +1,79 @@
-"""One stage's process as its supervisor holds it: start, listen, signal, reap.
+"""One stage's process as its supervisor holds it: start, listen, signal, let go.
 
-Waited for through a pidfd: ``Process.sentinel`` misreports when the stage forked a child that outlives it.
+Its parent is a forkserver, which says how it ended. It is watched through a pidfd as well: a forkserver can be stopped,
+or killed.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import multiprocessing
 import os
 import signal
 import socket
 from collections.abc import Callable
-from multiprocessing.context import SpawnProcess
+from dataclasses import dataclass
 from pathlib import Path
 
 from stagelaunch.core import messages as m
+from stagelaunch.core.run_spec import StageRun
+from stagelaunch.supervisor.forkserver import Forked, Forkservers
 from stagelaunch.supervisor.own_run import OwnRun, StageFamily
-from stagelaunch.supervisor.worker_entry import enter_worker
 
 MAX_LINE_BYTES = 1 << 20
 READ_BYTES = 1 << 16
 LAST_WORDS_BYTES = 1 << 19
 """More than a socket holds."""
+EXIT_CODE_S = 1.0
+"""How long after a stage's end its forkserver has to say how it ended."""
+
+
+@dataclass(frozen=True)
+class Listener:
+    """Called from the event loop."""
+
+    on_message: Callable[[m.Message], None]
+    on_started: Callable[[], None]
+    """It runs, and has its pid."""
+    on_exit: Callable[[int | None], None]
+    """It is over: its exit code, or minus the signal's number; None where it was stopped before it ran. Once."""
+    on_failed: Callable[[str], None]
+    """It cannot be started, and why. Instead of ``on_exit``."""
 
 
 class StageProcess:
-    """A started worker. ``on_message`` and ``on_exit`` are called from the event loop; ``on_exit`` exactly once."""
+    """A worker that was asked for; ``pid`` is None until it runs. OSError where it cannot even be asked for."""
 
     def __init__(
-        self,
-        run_file: Path,
-        stage_id: int,
-        name: str,
-        on_message: Callable[[m.Message], None],
-        on_exit: Callable[[int], None],
-        run: OwnRun | None = None,
+        self, forkservers: Forkservers, run: StageRun, run_file: Path, listener: Listener, own_run: OwnRun | None = None
     ) -> None:
-        self.stage_id = stage_id
-        self.name = name
-        self._on_message = on_message
-        self._on_exit = on_exit
+        self.pid: int | None = None
+        self._name = run.name
+        self._own_run = own_run
+        self._listener = listener
         self._loop = asyncio.get_running_loop()
         self._buffer = b""
+        self._pidfd: int | None = None
+        self._family: StageFamily | None = None
+        self._is_unwanted = False
         self.ended = asyncio.Event()
-        ours, theirs = socket.socketpair()
-        with theirs:
-            # daemon=False: a stage may start children of its own. From the main thread: the parent-death signal is
-            # tied to the thread that forks.
-            self._process: SpawnProcess = multiprocessing.get_context("spawn").Process(
-                target=enter_worker, args=(str(run_file), stage_id, os.getpid(), theirs), name=name, daemon=False
-            )
-            self._process.start()
-        assert self._process.pid is not None
-        self.pid: int = self._process.pid
+        self._channel, theirs = socket.socketpair()
+        self._forked = Forked(theirs, self._started, self._over, self._failed)
         try:
-            self._pidfd = os.pidfd_open(self.pid)
+            forkservers.start(run, run_file, self._forked)
         except OSError:
-            # Out of descriptors: a process that cannot be watched must not live.
-            self._process.kill()
-            self._process.join()
-            ours.close()
+            self._forked.close_channel()
+            self._channel.close()
             raise
-        self._family = StageFamily.begin(self.pid, name, run)
-        ours.setblocking(False)
-        self._channel = ours
-        self._loop.add_reader(ours, self._read)
-        self._loop.add_reader(self._pidfd, self._reap)
+        self._channel.setblocking(False)
+        self._loop.add_reader(self._channel, self._read)
+
+    def ask_to_stop(self) -> None:
+        """Have it leave in good order."""
+        if self.pid is None:
+            self._give_up_start()
+        else:
+            self.send(m.Stop())
 
     def send(self, message: m.Message) -> None:
         """Tell the worker something. One that is gone or does not read is found by its exit or its deadline."""
@@ -75,11 +82,15 @@ class StageProcess:
 
     def terminate(self) -> None:
         """SIGTERM to the leader, and SIGCONT: a stopped process acts on nothing else."""
+        if self.pid is None:
+            self._give_up_start()
         self._signal(signal.SIGTERM)
         self._signal(signal.SIGCONT)
 
     def dump_stacks(self) -> None:
-        """Ask for the stacks of all its threads, in its log. Only once it has said something: before, this kills it."""
+        """Ask for the stacks of all its threads, in its log; before it runs, of what imports its libraries."""
+        if self.pid is None:
+            self._forked.dump_imports()
         self._signal(signal.SIGQUIT)
 
     def kill(self) -> None:
@@ -87,26 +98,62 @@ class StageProcess:
 
         Its tree first: a leader that is dead has none any more, and in the next look what it still forked is found.
         """
-        self._family.kill(is_leader_ours=self._is_ours())
+        if self.pid is None:
+            self._give_up_start()
+        self._kill_family()
         self._signal(signal.SIGKILL)
-        self._family.kill(is_leader_ours=self._is_ours())
+        self._kill_family()
+
+    def _kill_family(self) -> None:
+        if self._family is not None:
+            self._family.kill(is_leader_ours=self._forked.is_unreaped)
 
     def _signal(self, number: signal.Signals) -> None:
-        # Once reaped its descriptor is closed, and the number may name something else.
-        if not self.ended.is_set():
+        # Once it is let go of its descriptor is closed, and the number may name something else.
+        if self._pidfd is not None and not self.ended.is_set():
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self._pidfd, number)
 
-    def _is_ours(self) -> bool:
-        """Whether the leader is not reaped: until then its pid, and so its group's and session's id, is nobody else's.
+    def _give_up_start(self) -> None:
+        """It does not run yet, and is not to: nothing has begun that could end in good order."""
+        if self.ended.is_set():
+            return
+        self._is_unwanted = True
+        self._forked.withdraw()
+        self._end()
+        # Not from within the call that asked for it.
+        self._loop.call_soon(self._listener.on_exit, None)
 
-        A later ``Process.start()`` may have reaped it.
-        """
+    def _started(self, pid: int) -> None:
+        if self._is_unwanted:
+            # Its parent keeps the number until it is told otherwise.
+            os.kill(pid, signal.SIGKILL)
+            return
         try:
-            os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-        except ChildProcessError:
-            return False
-        return True
+            self._pidfd = os.pidfd_open(pid)
+        except OSError as error:
+            # Out of descriptors: a process that cannot be watched must not live.
+            os.kill(pid, signal.SIGKILL)
+            self._is_unwanted = True
+            self._end()
+            self._listener.on_failed(str(error))
+            return
+        self.pid = pid
+        self._family = StageFamily.begin(pid, self._name, self._own_run)
+        self._loop.add_reader(self._pidfd, self._is_dead)
+        self._listener.on_started()
+
+    def _failed(self, why: str) -> None:
+        if not self.ended.is_set():
+            self._end()
+            self._listener.on_failed(why)
+
+    def _is_dead(self) -> None:
+        """Its pidfd says so. Its parent says how it ended; where that is gone too, it took the stage along."""
+        assert self._pidfd is not None
+        self._loop.remove_reader(self._pidfd)
+        wait_s = 0.0 if self._forked.is_orphaned else EXIT_CODE_S
+        self._loop.call_later(wait_s, self._over, -signal.SIGKILL)
 
     def _read(self) -> None:
         try:
@@ -127,34 +174,34 @@ class StageProcess:
         for line in lines:
             # A library that scribbles on the channel must not take the supervisor down.
             with contextlib.suppress(ValueError):
-                self._on_message(m.decode(line))
+                self._listener.on_message(m.decode(line))
 
-    def _reap(self) -> None:
-        self._loop.remove_reader(self._pidfd)
+    def _over(self, code: int) -> None:
+        if self.ended.is_set():
+            self._forked.reap()
+            return
         self._drain()
-        self._loop.remove_reader(self._channel)
         self.ended.set()
         try:
             # First, so that the others hear at once what it means for them: the search below takes its time.
-            self._on_exit(self._exit_code())
+            self._listener.on_exit(code)
         finally:
-            self._family.kill(is_leader_ours=self._is_ours())
-            self._process.join()
-            self._channel.close()
-            os.close(self._pidfd)
-            self._process.close()
-            self._family.end()
+            # Until it is reaped its number means its tree, group and session.
+            self._kill_family()
+            self._forked.reap()
+            self._end()
 
-    def _exit_code(self) -> int:
-        """Of the dead leader, which stays unreaped: until then its number means its tree, group and session."""
-        with contextlib.suppress(ChildProcessError):
-            info = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-            if info is not None:
-                return info.si_status if info.si_code == os.CLD_EXITED else -info.si_status
-        # A later ``Process.start()`` has reaped it.
-        code = self._process.exitcode
-        assert code is not None, "the pidfd said the process is over"
-        return code
+    def _end(self) -> None:
+        """Let go of everything."""
+        self.ended.set()
+        self._loop.remove_reader(self._channel)
+        self._channel.close()
+        if self._pidfd is not None:
+            self._loop.remove_reader(self._pidfd)
+            os.close(self._pidfd)
+            self._pidfd = None
+        if self._family is not None:
+            self._family.end()
 
     def _drain(self) -> None:
         """Read what the dead worker still said: its last words come before its exit is reported.

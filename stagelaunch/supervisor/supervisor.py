@@ -30,9 +30,10 @@ from stagelaunch.core.run_spec import StageRun, runs_to_json
 from stagelaunch.core.stop_plan import KILL_WAIT_S
 from stagelaunch.core.units import format_duration, format_size
 from stagelaunch.supervisor import corrections
+from stagelaunch.supervisor.forkserver import Forkservers
 from stagelaunch.supervisor.runtime import Runtime, write_atomically
 from stagelaunch.supervisor.stage import Stage
-from stagelaunch.supervisor.stage_process import StageProcess
+from stagelaunch.supervisor.stage_process import Listener, StageProcess
 from stagelaunch.supervisor.watch import Watch
 from stagelaunch.system import log_file
 from stagelaunch.system.process import signal_name
@@ -70,6 +71,8 @@ class Supervisor:
         timeouts: Timeouts,
         runtime: Runtime,
         hooks: Hooks,
+        *,
+        preload: bool = True,
     ) -> None:
         self._loop = asyncio.get_running_loop()
         self._stages = {run.stage_id: Stage(run) for run in runs}
@@ -81,6 +84,7 @@ class Supervisor:
         self._finished: asyncio.Future[LaunchResult] = self._loop.create_future()
         self._wake: asyncio.TimerHandle | None = None
         self._watch = Watch(self._stages.values(), timeouts, self._on_late)
+        self._forkservers = Forkservers(runs, runtime.imports_log, hooks.say, preload=preload)
         self._admissions: set[asyncio.Task[None]] = set()
         self._request_ids = itertools.count(1)
         self.began_s = self._loop.time()
@@ -106,6 +110,7 @@ class Supervisor:
                 self._wake.cancel()
             for task in self._admissions:
                 task.cancel()
+            self._forkservers.close()
 
     def _on_bug(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         """An exception in one of our callbacks: the launch cannot be trusted any more, so nothing may survive it."""
@@ -197,20 +202,17 @@ class Supervisor:
 
     def pids(self) -> dict[int, int]:
         """The process of each stage that was started."""
-        return {i: stage.process.pid for i, stage in self._stages.items() if stage.process is not None}
+        return {i: stage.pid for i, stage in self._stages.items() if stage.pid is not None}
 
     def live_pids(self) -> dict[str, int]:
         """The processes that have not ended, by the name of their stage."""
         return {
-            stage.run.name: stage.process.pid
-            for stage in self._stages.values()
-            if stage.process is not None and stage.is_alive
+            stage.run.name: stage.pid for stage in self._stages.values() if stage.pid is not None and stage.is_alive
         }
 
     def gone_pids(self) -> set[int]:
         """The processes that were started and are dead."""
-        started = (stage.process for stage in self._stages.values() if stage.process is not None)
-        ended = {process.pid for process in started if process.ended.is_set()}
+        ended = {stage.pid for stage in self._stages.values() if stage.pid is not None and not stage.is_alive}
         return ended.union(*(stage.past_pids for stage in self._stages.values()))
 
     async def probe(self, stage_id: int) -> m.Probed:
@@ -279,7 +281,7 @@ class Supervisor:
             case launch.AdmitStage(stage_id):
                 self._admit(self._stages[stage_id])
             case launch.AskStage(stage_id):
-                self._enter_stop(stage_id, lambda process: process.send(m.Stop()))
+                self._enter_stop(stage_id, StageProcess.ask_to_stop)
             case launch.TerminateStage(stage_id):
                 self._enter_stop(stage_id, StageProcess.terminate)
             case launch.KillStage(stage_id):
@@ -301,27 +303,31 @@ class Supervisor:
 
     def _start(self, stage: Stage) -> None:
         run = stage.run
-        if stage.process is not None:
-            stage.past_pids.add(stage.process.pid)
+        if stage.pid is not None:
+            stage.past_pids.add(stage.pid)
         stage.process, stage.told_failure = None, False
         stage.view = board.spawned(run.stage_id, run.name, self._loop.time())
         stage.log_begins = log_file.mark(run.log_path)
+        listener = Listener(
+            on_message=lambda message: self._on_message(stage, message),
+            on_started=lambda: self._on_started(stage),
+            on_exit=lambda code: self._on_exit(stage, code),
+            on_failed=lambda why: self._on_no_start(stage, why),
+        )
         try:
-            stage.process = StageProcess(
-                self._runtime.run_file,
-                run.stage_id,
-                run.name,
-                lambda message: self._on_message(stage, message),
-                lambda code: self._on_exit(stage, code),
-                self._runtime.run,
-            )
+            stage.process = StageProcess(self._forkservers, run, self._runtime.run_file, listener, self._runtime.run)
         except OSError as error:
-            failure = stage.failure(type(error).__name__, f"cannot start its process: {error}", self._loop.time())
-            self._loop.call_soon(self._ended, stage, failure)
+            self._loop.call_soon(self._on_no_start, stage, str(error))
             return
-        self._say_of(stage, f"started on device {run.device_index}")
-        self._tell_of(stage, EventKind.STARTED, device=run.device_index)
         self._watch.rearm(stage)
+
+    def _on_started(self, stage: Stage) -> None:
+        self._say_of(stage, f"started on device {stage.run.device_index}")
+        self._tell_of(stage, EventKind.STARTED, device=stage.run.device_index)
+
+    def _on_no_start(self, stage: Stage, why: str) -> None:
+        failure = stage.failure("OSError", f"cannot start its process: {why}", self._loop.time())
+        self._ended(stage, failure)
 
     def _admit(self, stage: Stage) -> None:
         stage.view = board.spawned(stage.run.stage_id, stage.run.name, self._loop.time())
@@ -367,7 +373,7 @@ class Supervisor:
                 stage.view = board.apply(before, message)
                 for line in narrate(before, stage.view, message):
                     self._say_of(stage, line)
-                pid = None if stage.process is None else stage.process.pid
+                pid = stage.pid
                 for news in events.of_message(before, stage.view, message, pid):
                     self._hooks.on_event(news)
                 self._watch.rearm(stage)
@@ -422,17 +428,17 @@ class Supervisor:
     def _as_first(self, stage: Stage, failure: StageFailure) -> launch.Failure:
         return launch.Failure(stage.run.stage_id, failure, self._loop.time())
 
-    def _on_exit(self, stage: Stage, code: int) -> None:
+    def _on_exit(self, stage: Stage, code: int | None) -> None:
         stage.drop_probes()
         assert stage.view is not None
-        as_asked = stage.view.phase is Phase.STOP and -code in (0, SIGTERM, SIGKILL)
+        as_asked = code is None or (stage.view.phase is Phase.STOP and -code in (0, SIGTERM, SIGKILL))
         failure = None
-        if not stage.told_failure and not as_asked:
+        if code is not None and not stage.told_failure and not as_asked:
             failure = stage.death(code, self._loop.time())
             self._hooks.on_event(events.of_failure(failure))
         stage.cancel_timers()
-        signal = signal_name(-code) if code < 0 else None
-        self._say_of(stage, f"ended ({signal or f'exit code {code}'})")
+        signal = signal_name(-code) if code is not None and code < 0 else None
+        self._say_of(stage, "was not started" if code is None else f"ended ({signal or f'exit code {code}'})")
         self._tell_of(stage, EventKind.ENDED, exit_code=None if signal else code, signal=signal)
         self._ended(stage, failure)
 
@@ -453,7 +459,10 @@ class Supervisor:
 
     def _on_late(self, stage: Stage, due: Due) -> None:
         stage.told_failure = True
-        self._fail(stage, stage.failure(due.kind, due.text, self._loop.time()))
+        text = due.text
+        if stage.pid is None:
+            text += f"; its libraries are still being imported; see {self._runtime.imports_log}"
+        self._fail(stage, stage.failure(due.kind, text, self._loop.time()))
 
     def _boot_is_late(self) -> None:
         if self._state.is_ready or self.ready_at_s is not None:
@@ -471,9 +480,8 @@ class Supervisor:
         self._dispatch(launch.DeadlineExpired(launch.Failure(None, failure, now_s), now_s))
 
     def _tell_of(self, stage: Stage, kind: EventKind, **more: Any) -> None:
-        pid = None if stage.process is None else stage.process.pid
-        self._hooks.on_event(News(kind, stage.run.name, pid, more))
+        self._hooks.on_event(News(kind, stage.run.name, stage.pid, more))
 
     def _say_of(self, stage: Stage, text: str) -> None:
-        pid = "" if stage.process is None else f" (pid {stage.process.pid})"
+        pid = "" if stage.pid is None else f" (pid {stage.pid})"
         self._say(f"{stage.run.name}{pid}: {text}")

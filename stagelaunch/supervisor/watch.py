@@ -73,7 +73,7 @@ class Watch:
     def _is_late(self, stage: Stage, due: Due) -> None:
         """It has failed; before that is told, its stacks are asked for: they show where it hangs."""
         wait_s = 0.0
-        if stage.answers and stage.process is not None:
+        if stage.process is not None and (stage.answers or stage.pid is None):
             stage.process.dump_stacks()
             wait_s = STACKS_S
         stage.verdict = (self._loop.call_later(wait_s, self._is_still_late, stage), due)

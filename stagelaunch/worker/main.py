@@ -1,4 +1,4 @@
-"""A stage's process from its first line to its last. Entered by the supervisor through multiprocessing.
+"""A stage's process from its first line to its last. Entered from the forkserver.
 
 Leaves by ``os._exit``: the interpreter's own exit can hang on what a library left behind, and device memory is the
 driver's to take back.
@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING
 from stagelaunch.core import messages as m
 from stagelaunch.core.phases import Phase
 from stagelaunch.core.run_spec import StageRun, run_from_json
-from stagelaunch.system.process import die_with_parent
 from stagelaunch.system.regular import read_regular
 from stagelaunch.system.tree import STAGE_VARIABLE
 from stagelaunch.worker.control import Control
@@ -28,10 +27,8 @@ if TYPE_CHECKING:
     from stagelaunch.engines.base import Engine
 
 
-def run(run_file: str, stage_id: int, supervisor_pid: int, channel: socket.socket) -> None:
+def run(run_file: str, stage_id: int, channel: socket.socket) -> None:
     """Boot the stage and serve until told to stop. Never returns; the exit code is 0 only after an orderly stop."""
-    die_with_parent(supervisor_pid)
-    os.setsid()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     reporter = Reporter(channel)

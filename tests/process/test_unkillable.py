@@ -51,13 +51,12 @@ def test_what_survives_sigkill_is_named_with_its_state_and_left(tmp_path: Path, 
         os.sched_yield()
     began_s = time.monotonic()
     process.send_signal(signal.SIGINT)
-    # The warden's last words. Not the end of the pipe: multiprocessing's resource tracker, which waits for the frozen
-    # process, has it too.
+    # The warden's last words. Not the end of the pipe: the frozen process was forked from one that has it too.
     lines += read_until(process.stderr, "survived SIGKILL for")
     code = process.wait(TIMEOUT_S)
     took_s, said = time.monotonic() - began_s, "".join(lines)
     assert code == 71, said
-    assert f"LEFT BEHIND: stage alpha: process {pid} (python) in state D (uninterruptible sleep) survived" in said
+    assert f"LEFT BEHIND: stage alpha: process {pid} (alpha) in state D (uninterruptible sleep) survived" in said
     # Its memory is with it; the other stage and its memory are not.
     assert f"LEFT BEHIND: device 0: still held by pid {pid}" in said
     assert "device 1" not in "".join(line for line in said.splitlines() if "LEFT BEHIND" in line)

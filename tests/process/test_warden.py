@@ -317,9 +317,9 @@ def test_what_is_left_when_the_warden_is_killed_too_is_killed_by_the_next_start(
     signal.pidfd_send_signal(pidfds["supervisor"], signal.SIGKILL)
     up.kill()
     assert tree.wait_for_ends([pidfds["supervisor"], pidfds["stage"]], time.monotonic() + 10)
-    assert f"still there: process {left} (python) in state S" in site.run("status", str(site.config)).stdout
+    assert f"still there: process {left} (alpha) in state S" in site.run("status", str(site.config)).stdout
     doctor = site.run("doctor", "--config", str(site.config)).stdout
-    assert f"process {left} (python) in state S" in doctor.partition("still there: ")[2]
+    assert f"process {left} (alpha) in state S" in doctor.partition("still there: ")[2]
     # It will never fit: refused, but not before the ground is clear.
     site.stages[0] |= {"utilization": 1.0, "options": {}}
     again = site.up()

@@ -23,7 +23,6 @@ class _Finder(importlib.abc.MetaPathFinder):
             def misbehaving(run_file, stage_id, *more):
                 wanted, _, kind = os.environ["STAGELAUNCH_TEST_SPAWN_FAULT"].partition(":")
                 if stage_id == int(wanted):
-                    os.setsid()
                     from misbehaviour import misbehave
 
                     misbehave(kind)

@@ -8,8 +8,7 @@ from trivial_child import announce
 from stagelaunch.core import messages as m
 
 
-def run(run_file, stage_id, supervisor_pid, channel):
-    os.setsid()
+def run(run_file, stage_id, channel):
     channel.sendall(m.encode(m.Ready(time.monotonic())))
     announce()
     with channel.makefile("rb") as lines:

@@ -1,0 +1,52 @@
+"""Which stages can be forked from one process that has imported their libraries, and whether it is fit for that."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from stagelaunch.core.run_spec import StageRun
+
+READ_LATE = frozenset({"CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER"})
+"""Read when the device is opened, not when a library is imported: may differ between stages of one forkserver."""
+CUDA_NODE = "/dev/nvidia-uvm"
+"""Open in every process that has initialised CUDA, which does not survive a fork; not where only NVML was asked."""
+
+Environment = tuple[tuple[str, str], ...]
+"""Variables with their values, sorted."""
+
+
+@dataclass(frozen=True)
+class Preload:
+    """What one forkserver imports, and under which variables of its stages."""
+
+    environment: Environment
+    engines: tuple[str, ...] = ()
+    backend: str = ""
+
+
+def early_environment(run: StageRun) -> Environment:
+    """What of the stage's environment its libraries may read while they are imported."""
+    return tuple(sorted((name, value) for name, value in run.env.items() if name not in READ_LATE))
+
+
+def preload_for(run: StageRun, runs: Iterable[StageRun]) -> Preload:
+    """What is imported for ``run``: the engines of all stages that have its early environment."""
+    early = early_environment(run)
+    alike = [other for other in runs if early_environment(other) == early]
+    return Preload(early, tuple(sorted({other.engine for other in alike})), run.backend)
+
+
+def unfit(threads: int, open_files: Iterable[str], modules: Mapping[str, object]) -> str | None:
+    """Why a process with these threads, open files and modules must not be forked; None when it may be."""
+    if threads != 1:
+        # A lock that another thread holds at the fork is never released in the child.
+        return f"what they import starts threads ({threads - 1})"
+    if CUDA_NODE in open_files or _is_initialised(modules.get("torch")):
+        return "what they import initialises CUDA"
+    return None
+
+
+def _is_initialised(torch: object) -> bool:
+    cuda = getattr(torch, "cuda", None)
+    return cuda is not None and bool(cuda.is_initialized())

@@ -1,0 +1,178 @@
+"""The process that stages are forked from: it imports what they need, once, and runs none of it.
+
+Run by path by ``supervisor.forkserver``, with the descriptor of a socket to it. One thread, and it must stay the only
+one: a fork copies no other. A stage that has ended stays a zombie until the supervisor is done with it: so long its
+number means its group and its session.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import faulthandler
+import gc
+import json
+import os
+import select
+import signal
+import socket
+import sys
+import time
+from collections.abc import Mapping
+from importlib import import_module
+from typing import Any, NoReturn
+
+MAX_BYTES = 1 << 16
+LIBRARY_THREADS = {"OPENBLAS_NUM_THREADS": "1", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
+"""While libraries are imported: no pool of threads, and no CUDA context for a question that NVML can answer."""
+_PR_SET_NAME = 15
+
+
+def main(fd: int) -> None:
+    """Import, then fork a stage for every request, until the supervisor closes its end."""
+    channel = socket.socket(fileno=fd)
+    job = json.loads(channel.recv(MAX_BYTES))
+    sys.path[:] = job["sys_path"]
+    from stagelaunch.system.process import die_with_parent
+
+    die_with_parent(job["parent_pid"])
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    faulthandler.enable()
+    faulthandler.register(signal.SIGQUIT, all_threads=True)
+    # From here on it may be asked where it is.
+    _tell(channel, kind="importing")
+    began_s = time.monotonic()
+    failed = _import_all(job["engines"], job["backend"])
+    reason = _unfit()
+    _tell(channel, kind="imported", took_s=time.monotonic() - began_s, failed=failed, unfit=reason)
+    Forkserver(channel).serve()
+
+
+def _import_all(engines: list[str], backend: str) -> dict[str, str]:
+    """What could not be imported, and why; the stage that needs it finds out again, and fails with it."""
+    before = {name: os.environ.get(name) for name in LIBRARY_THREADS}
+    os.environ.update({name: value for name, value in LIBRARY_THREADS.items() if before[name] is None})
+    failed: dict[str, str] = {}
+    import_module("stagelaunch.worker.main")
+    for engine in engines:
+        try:
+            import_module("stagelaunch.engines.base").import_engine(engine)
+        except (Exception, SystemExit) as error:
+            failed[engine] = f"{type(error).__name__}: {error}"
+    # A stage without torch need not wait for it.
+    if "torch" in sys.modules:
+        import_module("stagelaunch.worker.boot")
+        import_module(f"stagelaunch.devices.{backend}")
+    for name, value in before.items():
+        if value is None:
+            del os.environ[name]
+    # What is there now stays for good. Collected in a stage, its pages would be copied for nothing.
+    gc.collect()
+    gc.freeze()
+    return failed
+
+
+def _unfit() -> str | None:
+    files = []
+    for number in os.listdir("/proc/self/fd"):
+        try:
+            files.append(os.readlink(f"/proc/self/fd/{number}"))
+        except OSError:
+            continue
+    reason: str | None = import_module("stagelaunch.core.preload").unfit(
+        len(os.listdir("/proc/self/task")), files, sys.modules
+    )
+    return reason
+
+
+def _tell(channel: socket.socket, **message: Any) -> None:
+    channel.send(json.dumps(message).encode())
+
+
+class Forkserver:
+    """Forks stages and says how they end."""
+
+    def __init__(self, channel: socket.socket) -> None:
+        self._channel = channel
+        self._poll = select.poll()
+        self._poll.register(channel, select.POLLIN)
+        self._pids: dict[int, int] = {}
+        """The pid behind each pidfd that is watched."""
+
+    def serve(self) -> None:
+        """Returns when the supervisor has closed its end."""
+        while True:
+            for fd, _ in self._poll.poll():
+                if fd in self._pids:
+                    self._tell_end(fd)
+                elif not self._take_request():
+                    return
+
+    def _tell_end(self, pidfd: int) -> None:
+        self._poll.unregister(pidfd)
+        os.close(pidfd)
+        pid = self._pids.pop(pidfd)
+        info = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+        assert info is not None
+        code = info.si_status if info.si_code == os.CLD_EXITED else -info.si_status
+        _tell(self._channel, kind="ended", pid=pid, code=code)
+
+    def _take_request(self) -> bool:
+        data, fds, _, _ = socket.recv_fds(self._channel, MAX_BYTES, 1)
+        if not data:
+            return False
+        request = json.loads(data)
+        if "reap" in request:
+            os.waitpid(request["reap"], 0)
+        else:
+            self._start(request, fds)
+        return True
+
+    def _start(self, request: Mapping[str, Any], fds: list[int]) -> None:
+        number = request["start"]
+        try:
+            # Its end was told by the descriptor that did not arrive, for want of room.
+            (fd,) = fds
+            pid = self._fork(request, fd)
+        except (OSError, ValueError) as error:
+            _tell(self._channel, kind="not started", number=number, reason=str(error) or "out of descriptors")
+            return
+        finally:
+            for fd in fds:
+                os.close(fd)
+        _tell(self._channel, kind="started", number=number, pid=pid)
+
+    def _fork(self, request: Mapping[str, Any], fd: int) -> int:
+        parent = os.getpid()
+        pid = os.fork()
+        if pid == 0:
+            self._be_stage(request, fd, parent)
+        try:
+            pidfd = os.pidfd_open(pid)
+        except OSError:
+            # A process that cannot be watched must not live.
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+            raise
+        self._pids[pidfd] = pid
+        self._poll.register(pidfd, select.POLLIN)
+        return pid
+
+    def _be_stage(self, request: Mapping[str, Any], fd: int, parent: int) -> NoReturn:
+        try:
+            from stagelaunch.system.process import die_with_parent
+
+            die_with_parent(parent)
+            os.setsid()
+            for inherited in (self._channel.fileno(), *self._pids):
+                os.close(inherited)
+            ctypes.CDLL(None).prctl(_PR_SET_NAME, request["name"].encode(), 0, 0, 0)
+            import_module("stagelaunch.worker.main").run(
+                request["run_file"], request["stage_id"], socket.socket(fileno=fd)
+            )
+        finally:
+            os._exit(1)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))
+    os._exit(0)

@@ -1,0 +1,280 @@
+"""Stages are forked from a process that has imported their libraries; whatever happens to it, none outlives it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import select
+import signal
+import socket
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from deployments import HERE, Site, is_gone, light_stage
+from test_restarts import Up
+
+from stagelaunch.core.engine_spec import EngineSpec
+from stagelaunch.core.run_spec import StageRun
+from stagelaunch.supervisor.forkserver import Forked, Forkservers
+from stagelaunch.system.tree import read_process
+from stagelaunch.worker.forkserver import LIBRARY_THREADS
+
+WAIT_S = 30.0
+
+
+def stage_run(stage_id: int, engine: str = "wave:Wave_read", **env: str) -> StageRun:
+    """By default of an "engine" that is in the standard library and nobody has imported."""
+    return StageRun(
+        "site", stage_id, f"stage{stage_id}", "simulated", 0, "SIM-0", None, Path("/locks"), 1.0, engine,
+        EngineSpec("any", Path("/c"), "auto", 1, 2, 3, 4, (1,), {}), 0.5, None, env, Path("/log"), "claim",
+    )  # fmt: skip
+
+
+class Child:
+    """One forked stage that tells what it is."""
+
+    def __init__(self) -> None:
+        self.channel, self.theirs = socket.socketpair()
+        self.started: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        self.ended: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        self.failed: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self.forked = Forked(self.theirs, self.started.set_result, self.ended.set_result, self.failed.set_result)
+
+    async def tells(self) -> dict[str, Any]:
+        self.channel.setblocking(False)
+        body: dict[str, Any] = json.loads(await asyncio.get_running_loop().sock_recv(self.channel, 1 << 16))
+        return body
+
+
+class Nursery:
+    """Forkservers whose stages are ``telling_worker``s."""
+
+    def __init__(self, runs: list[StageRun], directory: Path, *, preload: bool = True) -> None:
+        self.runs = runs
+        self.said: list[str] = []
+        self.forkservers = Forkservers(runs, directory / "imports.log", self.said.append, preload=preload)
+        self.children: list[Child] = []
+
+    def start(self, stage_id: int) -> Child:
+        child = Child()
+        self.children.append(child)
+        run = next(run for run in self.runs if run.stage_id == stage_id)
+        self.forkservers.start(run, Path("/run.json"), child.forked)
+        return child
+
+    async def __aenter__(self) -> Nursery:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self.forkservers.close()
+        for child in self.children:
+            child.forked.close_channel()
+            child.channel.close()
+
+
+@pytest.fixture(autouse=True)
+def telling(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(HERE / "trivial"), str(HERE)]))
+    monkeypatch.setenv("STAGELAUNCH_TEST_WORKER", "telling_worker.py")
+    monkeypatch.delenv("OPENBLAS_NUM_THREADS", raising=False)
+
+
+def play(scenario: Callable[[], Any]) -> None:
+    async def in_time() -> None:
+        async with asyncio.timeout(WAIT_S):
+            await scenario()
+
+    asyncio.run(in_time())
+
+
+def test_a_stage_gets_what_was_imported_and_nothing_else(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with Nursery(
+            [stage_run(0, X="1"), stage_run(1, X="1", CUDA_VISIBLE_DEVICES="GPU-7")], tmp_path
+        ) as nursery:
+            first, second = nursery.start(0), nursery.start(1)
+            told = await first.tells()
+            assert told["pid"] == told["session"] == await first.started
+            assert (told["run_file"], told["stage_id"], told["name"]) == ("/run.json", 0, "stage0")
+            assert told["wave_is_imported"]
+            assert told["frozen"] > 0
+            assert told["descriptors"] == sorted([0, 1, 2, told["channel"]])
+            assert told["environment"]["X"] == "1"
+            assert not told["environment"].keys() & LIBRARY_THREADS.keys()
+            # What is read when a device is opened may differ.
+            assert (await second.tells())["parent"] == told["parent"]
+
+    play(scenario)
+
+
+def test_what_a_library_may_read_while_it_is_imported_is_not_shared(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with Nursery([stage_run(0, OMP_NUM_THREADS="1"), stage_run(1, OMP_NUM_THREADS="2")], tmp_path) as nursery:
+            children = [nursery.start(0), nursery.start(1)]
+            told = [await child.tells() for child in children]
+            assert [body["environment"]["OMP_NUM_THREADS"] for body in told] == ["1", "2"]
+            assert told[0]["parent"] != told[1]["parent"]
+
+    play(scenario)
+
+
+def test_without_preload_nothing_is_imported(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with Nursery([stage_run(0)], tmp_path, preload=False) as nursery:
+            assert not (await nursery.start(0).tells())["wave_is_imported"]
+
+    play(scenario)
+
+
+@pytest.mark.parametrize(("order", "code"), [(b"exit 0", 0), (b"exit 7", 7), (b"kill 9", -9), (b"kill 6", -6)])
+def test_an_end_is_told_and_its_number_kept_until_it_is_reaped(tmp_path: Path, order: bytes, code: int) -> None:
+    async def scenario() -> None:
+        async with Nursery([stage_run(0)], tmp_path) as nursery:
+            child = nursery.start(0)
+            await child.tells()
+            child.channel.send(order)
+            assert await child.ended == code
+            pid = child.started.result()
+            process = read_process(pid)
+            assert process is not None
+            assert process.state == "Z"
+            assert child.forked.is_unreaped
+            child.forked.reap()
+            assert not child.forked.is_unreaped
+            # Requests are taken in turn: when the next stage runs, this one is reaped.
+            await nursery.start(0).tells()
+            assert read_process(pid) is None
+
+    play(scenario)
+
+
+def test_its_death_is_the_death_of_its_stages_and_the_next_start_gets_another(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with Nursery([stage_run(0)], tmp_path) as nursery:
+            child = nursery.start(0)
+            parent = (await child.tells())["parent"]
+            os.kill(parent, signal.SIGKILL)
+            assert is_gone(child.started.result())
+            # Asked for before the death was noticed.
+            assert (await nursery.start(0).tells())["parent"] != parent
+            assert child.forked.is_orphaned
+            assert any(f"forked from (pid {parent}) was killed by SIGKILL" in line for line in nursery.said)
+
+    play(scenario)
+
+
+def test_the_death_of_the_supervisor_is_its_death_and_its_stages(tmp_path: Path, spawn: Any) -> None:
+    child = spawn(SUPERVISOR, str(tmp_path))
+    pids = json.loads(child.stdout.readline())
+    pidfds = [os.pidfd_open(pid) for pid in pids]
+    child.kill()
+    for pidfd in pidfds:
+        assert select.select([pidfd], [], [], WAIT_S)[0]
+        os.close(pidfd)
+
+
+SUPERVISOR = """
+import asyncio, json, sys
+from pathlib import Path
+from test_forkserver import Nursery, stage_run
+async def main():
+    nursery = Nursery([stage_run(0)], Path(sys.argv[1]))
+    told = await nursery.start(0).tells()
+    print(json.dumps([told["parent"], told["pid"]]), flush=True)
+    await asyncio.Event().wait()
+asyncio.run(main())
+"""
+
+
+def test_a_start_that_is_withdrawn_in_time_never_happens(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "fifo")
+
+    async def scenario() -> None:
+        waits = stage_run(0, "odd_wait:Engine", ODD_WAIT=str(tmp_path / "fifo"))
+        async with Nursery([waits], tmp_path) as nursery:
+            withdrawn, wanted = nursery.start(0), nursery.start(0)
+            # Opened, it is being imported.
+            fifo = await asyncio.to_thread(os.open, tmp_path / "fifo", os.O_WRONLY)
+            withdrawn.forked.withdraw()
+            os.close(fifo)
+            await wanted.tells()
+            assert not withdrawn.started.done()
+            assert withdrawn.channel.recv(1) == b""
+
+    play(scenario)
+
+
+@pytest.fixture
+def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Site:
+    monkeypatch.delenv("STAGELAUNCH_TEST_WORKER")
+    return Site(tmp_path, [light_stage(0, "alpha", 0), light_stage(1, "beta", 1)])
+
+
+def test_libraries_that_start_threads_are_imported_by_each_stage(site: Site) -> None:
+    site.stages = [light_stage(0, "alpha", 0, engine="odd_threads:LightEngine")]
+    up = Up(site)
+    up.process.send_signal(signal.SIGINT)
+    ran = up.finish()
+    assert ran.code == 130
+    assert "cannot fork stages from one process: what they import starts threads (1); each imports" in ran.stderr
+    site.assert_nothing_left(ran)
+
+
+def test_libraries_that_end_whoever_imports_them_are_the_failure_of_their_stage(site: Site) -> None:
+    site.stages[0]["engine"] = "odd_death:Engine"
+    ran = site.up("--quiet")
+    assert ran.code == 1
+    assert "ended with exit code 7; each imports its libraries itself" in ran.stderr
+    first = site.state()["first_failure"]
+    assert (first["stage"], first["phase"], first["exit_status"]) == ("alpha", "import", 7)
+    site.assert_nothing_left(ran)
+
+
+def test_ctrl_c_while_libraries_are_imported_ends_it_at_once(site: Site) -> None:
+    fifo = site.directory / "fifo"
+    os.mkfifo(fifo)
+    site.stages = [light_stage(0, "alpha", 0, engine="odd_wait:Engine", env={"ODD_WAIT": str(fifo)})]
+    process = site.start("up", str(site.write()), "--quiet")
+    with open(fifo, "wb"):
+        began_s = time.monotonic()
+        process.send_signal(signal.SIGINT)
+        _, said = process.communicate(timeout=WAIT_S)
+    assert process.returncode == 130
+    assert "alpha: was not started" in said
+    assert time.monotonic() - began_s < 3.0
+
+
+def test_libraries_that_hang_are_said_to(site: Site) -> None:
+    fifo = site.directory / "fifo"
+    os.mkfifo(fifo)
+    site.stages = [light_stage(0, "alpha", 0, engine="odd_wait:Engine", env={"ODD_WAIT": str(fifo)})]
+    site.top["timeouts"] = {"phase": "1s", "stage": "50s", "boot": "70s", "lock": "40s"}
+    ran = site.up("--quiet")
+    assert ran.code == 1
+    log = site.directory / "run" / "site" / "imports.log"
+    assert f"its libraries are still being imported; see {log}" in site.state()["first_failure"]["text"]
+    assert "most recent call first" in log.read_text()
+
+
+def test_stages_outlive_a_killed_forkserver_by_a_restart(site: Site) -> None:
+    site.top |= {"on_failure": "restart-stage", "restarts": {"max": 2, "backoff": "10ms"}}
+    up = Up(site)
+    pids = [stage["pid"] for stage in up.stages().values()]
+    (parent,) = {int(Path(f"/proc/{pid}/stat").read_text().split()[3]) for pid in pids}
+    os.kill(parent, signal.SIGKILL)
+    up.wait_for("every stage is ready again")
+    again = [stage["pid"] for stage in up.stages().values()]
+    assert not set(pids) & set(again)
+
+    # One that is stopped tells no end: it is seen all the same.
+    (parent,) = {int(Path(f"/proc/{pid}/stat").read_text().split()[3]) for pid in again}
+    os.kill(parent, signal.SIGSTOP)
+    up.process.send_signal(signal.SIGINT)
+    ran = up.finish()
+    assert ran.code == 130
+    assert "survived" not in ran.stderr
+    site.assert_nothing_left(ran)

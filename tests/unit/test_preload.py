@@ -1,0 +1,37 @@
+"""Which stages are forked from one process, and from which process none may be forked."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+from test_corrections import RUN
+
+from stagelaunch.core.preload import CUDA_NODE, Preload, preload_for, unfit
+
+
+def test_stages_that_import_under_the_same_variables_share_one():
+    alike = replace(RUN, env={"X": "1", "CUDA_VISIBLE_DEVICES": "GPU-1"}, engine="a")
+    other = replace(RUN, env={"X": "2"}, engine="b")
+    runs = (replace(RUN, engine="c"), other, alike)
+    assert preload_for(alike, runs) == Preload((("X", "1"),), ("a", "c"), "simulated") == preload_for(runs[0], runs)
+    assert preload_for(other, runs) == Preload((("X", "2"),), ("b",), "simulated")
+
+
+def torch(is_initialised: bool):
+    return {"torch": SimpleNamespace(cuda=SimpleNamespace(is_initialized=lambda: is_initialised))}
+
+
+@pytest.mark.parametrize(
+    ("threads", "files", "modules", "reason"),
+    [
+        (1, [], {}, None),
+        (1, ["/dev/nvidiactl", "/dev/nvidia0"], torch(False), None),
+        (3, [], {}, "what they import starts threads (2)"),
+        (1, ["/dev/null", CUDA_NODE], {}, "what they import initialises CUDA"),
+        (1, [], torch(True), "what they import initialises CUDA"),
+    ],
+)
+def test_a_process_whose_copy_would_hang_is_not_forked(threads, files, modules, reason):
+    assert unfit(threads, files, modules) == reason
