@@ -10,6 +10,7 @@ import signal
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
@@ -17,6 +18,10 @@ from stagelaunch.cli.become_warden import become_warden, same_arguments
 from stagelaunch.core.errors import UsageError
 from stagelaunch.core.run_options import RunOptions, ServiceLink
 from stagelaunch.core.units import parse_duration
+from stagelaunch.supervisor import forkserver_process
+
+if TYPE_CHECKING:
+    from stagelaunch.cli.target import Target
 
 _LONGEST_WAIT_S = 366 * 86400.0
 
@@ -71,31 +76,41 @@ def up(
     wait_s = None if wait_text is None else parse_wait(wait_text)
     if warden is None and not detach:
         become_warden(same_arguments(context))
-    # Not before: what the supervisor imports takes as long as all else, and the warden has no use for it.
-    from stagelaunch.cli.target import find_target
-
-    target = find_target(config, runtime_dir)
-    if target.loaded is None:
-        raise UsageError(f"{config!r} is not a config file; `up` takes the path of a *.yaml or *.json file")
     if warden is None:
         from stagelaunch.cli.detach import detach as start_detached
 
-        return start_detached(config, target, runtime_dir, wait, wait_text, ci)
-    from stagelaunch.cli.foreground import run_foreground
-    from stagelaunch.supervisor.own_run import OwnRun, end_with_warden
+        return start_detached(config, _target(config, runtime_dir), runtime_dir, wait, wait_text, ci)
+    # It imports what stages need while this process imports what it needs itself.
+    forkserver_process.prepare()
+    try:
+        target = _target(config, runtime_dir)
+        from stagelaunch.cli.foreground import run_foreground
+        from stagelaunch.supervisor.own_run import OwnRun, end_with_warden
 
-    end_with_warden(warden, run_id, cgroup)
-    link = ServiceLink(notify_socket, None if watchdog_usec is None else watchdog_usec / 1e6)
-    if run_id is not None:
-        target = replace(target, runtime=replace(target.runtime, run=OwnRun.under(warden, run_id, cgroup)))
-    notify = None if notify_fd is None else os.fdopen(notify_fd, "w")
-    code = run_foreground(target, notify, RunOptions(wait_s, ci, quiet, link))
+        end_with_warden(warden, run_id, cgroup)
+        link = ServiceLink(notify_socket, None if watchdog_usec is None else watchdog_usec / 1e6)
+        if run_id is not None:
+            target = replace(target, runtime=replace(target.runtime, run=OwnRun.under(warden, run_id, cgroup)))
+        notify = None if notify_fd is None else os.fdopen(notify_fd, "w")
+        code = run_foreground(target, notify, RunOptions(wait_s, ci, quiet, link))
+    finally:
+        forkserver_process.discard()
     # A warden that was stopped (Ctrl-Z) could not see our end.
     os.kill(warden, signal.SIGCONT)
     # Not through the interpreter's exit: it would wait for children that could not be killed.
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
+
+
+def _target(config: str, runtime_dir: Path | None) -> Target:
+    # Imported now: what the supervisor imports takes as long as all else, and the warden has no use for it.
+    from stagelaunch.cli.target import find_target
+
+    target = find_target(config, runtime_dir)
+    if target.loaded is None:
+        raise UsageError(f"{config!r} is not a config file; `up` takes the path of a *.yaml or *.json file")
+    return target
 
 
 def parse_wait(text: str, option: str = "--wait-for-memory") -> float:

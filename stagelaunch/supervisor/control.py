@@ -9,22 +9,18 @@ import math
 import os
 import socket
 import struct
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import asdict
 from typing import Any
 
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
-from stagelaunch.core import messages as m
-from stagelaunch.core.errors import ConfigError, Fault, StagelaunchError
-from stagelaunch.supervisor.events import EventLog
+from stagelaunch.core.errors import StagelaunchError
+from stagelaunch.supervisor.control_socket import API_VERSION, ControlSocket, Handlers
 from stagelaunch.supervisor.logs import follow_logs
-from stagelaunch.supervisor.runtime import Runtime
 
-API_VERSION = 1
 SHUTDOWN_S = 1.0
 """How long an unfinished request may hold up the end."""
 LOG_LINES = 100
@@ -43,50 +39,18 @@ _CLIENTS_OWN = (HttpProcessingError, ConnectionError)
 _log.addFilter(lambda record: not (record.exc_info and isinstance(record.exc_info[1], _CLIENTS_OWN)))
 
 
-@dataclass(frozen=True)
-class Handlers:
-    """What the control socket can ask of the supervisor."""
-
-    status: Callable[[], Awaitable[dict[str, Any]]]
-    down: Callable[[bool], None]
-    """True: now, without asking the stages first."""
-    ready_stages: Callable[[], dict[str, int]]
-    """Name -> id of the stages that answer probes now."""
-    probe: Callable[[int], Awaitable[m.Probed]]
-    health: Callable[[], dict[str, Any]]
-    """``status.health_body``: state, phase of each stage, ``healthy`` and ``ready``. Asks no driver."""
-    events: EventLog
-    logs: Mapping[str, Path]
-    """The log of each stage, by name."""
-    restart: Callable[[str], str | None] | None = None
-    """Start a stage again, by name; the answer says why that cannot be, None: it has begun."""
-
-
 _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
-class _Guest(asyncio.Protocol):
-    """A connection that was just accepted, until ``admit`` has given it to the server or closed it."""
-
-    def __init__(self, admit: Callable[[asyncio.Transport], None]) -> None:
-        self._admit = admit
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._admit(transport)
-
-
 class ControlServer:
-    """Serves until closed. ``start`` replaces a socket that a dead supervisor left; the caller owns the deployment."""
+    """Answers on a socket that is bound, until closed."""
 
-    def __init__(self, runtime: Runtime, handlers: Handlers) -> None:
-        self._runtime = runtime
+    def __init__(self, endpoint: ControlSocket, handlers: Handlers) -> None:
+        self._endpoint = endpoint
         self._handlers = handlers
         self._closing = asyncio.Event()
-        self._server: asyncio.Server | None = None
         self._silent: dict[asyncio.BaseTransport, None] = {}
         """Connections that have not sent a whole request yet, the oldest first."""
-        self._bound: os.stat_result | None = None
         app = web.Application(middlewares=[self._note_request, _same_user_only, _errors_as_json])
         app.router.add_get("/v1/status", self._status)
         app.router.add_get("/v1/events", self._events)
@@ -105,46 +69,15 @@ class ControlServer:
         )  # fmt: skip
 
     async def start(self) -> None:
-        """Listen. ConfigError where the socket cannot be made."""
+        """Answer whoever connects."""
         await self._runner.setup()
-        try:
-            await self._bind()
-        except OSError as error:
-            await self._runner.cleanup()
-            text = f"cannot be made: {error.strerror}; remove what is there, or set runtime_dir to another directory"
-            raise ConfigError((Fault(str(self._runtime.socket), None, None, text),)) from error
-
-    async def look(self) -> bool:
-        """Whether the socket is where it belongs; if it is not, a new one is made. OSError where that cannot be."""
-        if self._is_in_place():
-            return True
-        await self._bind()
-        return False
+        await self._endpoint.serve(self._admit)
 
     async def close(self) -> None:
-        """Stop listening and remove the socket. Whoever follows the logs is told the rest."""
+        """Stop answering. Whoever follows the logs is told the rest."""
         self._closing.set()
-        if self._server is not None:
-            self._server.close()
+        self._endpoint.stop()
         await self._runner.cleanup()
-        if self._is_in_place():
-            self._runtime.socket.unlink(missing_ok=True)
-
-    def _is_in_place(self) -> bool:
-        try:
-            now = self._runtime.socket.stat(follow_symlinks=False)
-        except OSError:
-            return False
-        return self._bound is not None and os.path.samestat(now, self._bound)
-
-    async def _bind(self) -> None:
-        self._runtime.socket.unlink(missing_ok=True)
-        listener = bind_short(self._runtime)
-        self._bound = self._runtime.socket.stat(follow_symlinks=False)
-        loop = asyncio.get_running_loop()
-        old, self._server = self._server, await loop.create_server(lambda: _Guest(self._admit), sock=listener)
-        if old is not None:
-            old.close()
 
     def _admit(self, transport: asyncio.Transport) -> None:
         server = self._runner.server
@@ -281,24 +214,3 @@ async def _errors_as_json(request: web.Request, handler: _Handler) -> web.Stream
         return _error(503, str(error))
     except web.HTTPException as error:
         return _error(error.status, f"{request.method} {request.path}: {error.reason}")
-
-
-def bind_short(runtime: Runtime) -> socket.socket:
-    """A listening socket at the runtime's path, mode 0600. Bound through a directory descriptor, because a socket
-    address holds 107 bytes and a runtime directory may be deeper."""
-    directory = os.open(runtime.directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    try:
-        before = os.umask(0o177)
-        try:
-            listener.bind(f"/proc/self/fd/{directory}/{runtime.socket.name}")
-        finally:
-            os.umask(before)
-    except OSError:
-        listener.close()
-        raise
-    finally:
-        os.close(directory)
-    listener.listen(64)
-    listener.setblocking(False)
-    return listener

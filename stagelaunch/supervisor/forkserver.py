@@ -7,26 +7,20 @@ end it, is replaced by one that imports nothing; its stages import for themselve
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import itertools
 import json
-import os
 import signal
 import socket
-import subprocess
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import stagelaunch
 from stagelaunch.core.preload import Environment, Preload, early_environment, preload_for
 from stagelaunch.core.run_spec import StageRun
+from stagelaunch.supervisor.forkserver_process import take
 from stagelaunch.system.process import signal_name
-from stagelaunch.system.regular import open_log
 
-_PROGRAM = Path(stagelaunch.__file__).resolve().parent / "worker" / "forkserver.py"
 _MAX_BYTES = 1 << 16
 
 
@@ -62,8 +56,8 @@ class Forked:
 
     def reap(self) -> None:
         """It has ended, and its number may become another's."""
-        if self.is_unreaped and self.server is not None:
-            self.server.send({"reap": self.pid})
+        if self.is_unreaped and self.server is not None and self.pid is not None:
+            self.server.reap(self.pid)
         self._is_reaped = True
 
     def withdraw(self) -> None:
@@ -165,54 +159,37 @@ class _Server:
         self._on_useless = on_useless
         self._loop = asyncio.get_running_loop()
         self._waiting: dict[int, Forked] = {}
-        self._requested: set[int] = set()
         self._running: dict[int, Forked] = {}
-        self._may_fork = False
+        self._unsent: list[Forked] = []
         self._is_importing = False
+        self._may_fork = False
         self._why_useless: str | None = None
         self.is_alive = True
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with theirs:
-            try:
-                self._process = _start(preload, theirs, log)
-                self._pidfd = os.pidfd_open(self._process.pid)
-            except OSError:
-                ours.close()
-                raise
-        self._channel = ours
-        self.send(
-            {
-                "parent_pid": os.getpid(),
-                "sys_path": sys.path,
-                "engines": list(preload.engines),
-                "backend": preload.backend,
-            }
-        )
-        ours.setblocking(False)
-        self._loop.add_reader(ours, self._read)
-        self._loop.add_reader(self._pidfd, self._on_death)
+        self._process = take()
+        self._process.begin(dict(preload.environment), preload.engines, preload.backend, log)
+        self._loop.add_reader(self._process.channel, self._read)
+        self._loop.add_reader(self._process.pidfd, self._on_death)
 
     def ask(self, process: Forked) -> None:
-        """Have it fork this process, now or when everything is imported."""
+        """Have it fork this process, as soon as everything is imported."""
         process.server = self
         self._waiting[process.request["start"]] = process
-        if self._may_fork:
-            self._request(process)
+        self._request(process)
 
     def withdraw(self, process: Forked) -> None:
         """Do not fork it, if that has not been asked for yet."""
-        if process.request["start"] not in self._requested:
-            self._waiting.pop(process.request["start"], None)
+        if process in self._unsent:
+            self._unsent.remove(process)
+            del self._waiting[process.request["start"]]
 
-    def send(self, message: dict[str, Any]) -> None:
-        """Tell it something. Its death is noticed elsewhere."""
-        with contextlib.suppress(OSError):
-            self._channel.send(json.dumps(message).encode())
+    def reap(self, pid: int) -> None:
+        """This stage has ended, and its number may become another's."""
+        self._process.send({"reap": pid})
 
     def dump_stacks(self) -> None:
         """It says where it is, and goes on."""
         if self.is_alive and self._is_importing:
-            self._process.send_signal(signal.SIGQUIT)
+            self._process.signal(signal.SIGQUIT)
 
     def kill(self) -> None:
         """End it, and its stages. Does not wait."""
@@ -222,33 +199,30 @@ class _Server:
     def close(self) -> None:
         """Wait for its end after ``kill``."""
         if self.is_alive:
-            self._forget()
-        self._process.wait()
+            self._end()
 
     def _request(self, process: Forked) -> None:
         assert process.channel is not None
-        data = json.dumps(process.request).encode()
         try:
-            socket.send_fds(self._channel, [data], [process.channel.fileno()])
-        except BrokenPipeError:
-            # It has died, and that is about to be noticed.
-            return
+            was_sent = self._process.send(process.request, process.channel.fileno())
         except OSError as error:
             del self._waiting[process.request["start"]]
             self._loop.call_soon(process.on_failed, str(error))
-        self._requested.add(process.request["start"])
+            return
+        if not was_sent:
+            self._unsent.append(process)
 
     def _read(self) -> None:
         while self.is_alive:
             try:
-                data = self._channel.recv(_MAX_BYTES)
+                data = self._process.channel.recv(_MAX_BYTES)
             except BlockingIOError:
                 return
             except ConnectionResetError:
                 data = b""
             if not data:
                 # Its pidfd says how it ended.
-                self._loop.remove_reader(self._channel)
+                self._loop.remove_reader(self._process.channel)
                 return
             self._take(json.loads(data))
 
@@ -275,45 +249,24 @@ class _Server:
             self._process.kill()
             return
         self._may_fork = True
-        for process in tuple(self._waiting.values()):
+        unsent, self._unsent = self._unsent, []
+        for process in unsent:
             self._request(process)
 
     def _on_death(self) -> None:
         # What it still said comes before its end.
         self._read()
-        self._forget()
-        code = self._process.wait()
+        code, pid = self._end(), self._process.pid
         how = f"was killed by {signal_name(-code)}" if code < 0 else f"ended with exit code {code}"
-        why = self._why_useless or f"the process that imports their libraries (pid {self._process.pid}) {how}"
+        why = self._why_useless or f"the process that imports their libraries (pid {pid}) {how}"
         if self._may_fork:
-            self._say(
-                f"the process that stages are forked from (pid {self._process.pid}) {how}: its stages end with it"
-            )
+            self._say(f"the process that stages are forked from (pid {pid}) {how}: its stages end with it")
         waiting = list(self._waiting.values())
         self._waiting.clear()
         self._on_useless(self, waiting, None if self._may_fork else why)
 
-    def _forget(self) -> None:
+    def _end(self) -> int:
         self.is_alive = False
-        self._loop.remove_reader(self._channel)
-        self._loop.remove_reader(self._pidfd)
-        self._channel.close()
-        os.close(self._pidfd)
-
-
-def _start(preload: Preload, channel: socket.socket, log: Path) -> subprocess.Popen[bytes]:
-    try:
-        out = open_log(log)
-    except OSError:
-        out = os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
-    try:
-        return subprocess.Popen(
-            [sys.executable, "-P", str(_PROGRAM), str(channel.fileno())],
-            env={**os.environ, **dict(preload.environment)},
-            stdin=subprocess.DEVNULL,
-            stdout=out,
-            stderr=out,
-            pass_fds=[channel.fileno()],
-        )
-    finally:
-        os.close(out)
+        self._loop.remove_reader(self._process.channel)
+        self._loop.remove_reader(self._process.pidfd)
+        return self._process.wait()

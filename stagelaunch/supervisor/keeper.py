@@ -15,7 +15,7 @@ from collections.abc import Callable
 from filelock import FileLock
 
 from stagelaunch.core.errors import StagelaunchError
-from stagelaunch.supervisor.control import ControlServer
+from stagelaunch.supervisor.control_socket import ControlSocket
 from stagelaunch.supervisor.runtime import Runtime
 
 LOOK_EVERY_S = 1.0
@@ -28,13 +28,13 @@ class Keeper:
         self,
         runtime: Runtime,
         lock: FileLock,
-        server: ControlServer,
+        endpoint: ControlSocket,
         say: Callable[[str], None],
         restore: Callable[[], None],
     ) -> None:
         self._runtime = runtime
         self._lock = lock
-        self._server = server
+        self._endpoint = endpoint
         self._say = say
         self._restore = restore
         self._held = _identity(runtime)
@@ -59,7 +59,7 @@ class Keeper:
             if self._held is None or _identity(self._runtime) != self._held:
                 self._take_back()
                 self._say(f"{where} or its lock file was deleted or replaced: made again")
-            if not await self._server.look():
+            if not await self._endpoint.look():
                 self._say(f"{self._runtime.socket} was deleted or replaced: made again")
             self._trouble = ""
         except (StagelaunchError, OSError) as error:

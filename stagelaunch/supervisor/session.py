@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
 from filelock import FileLock
 
@@ -35,7 +35,7 @@ from stagelaunch.core.stop_plan import StopPlan, stop_plan
 from stagelaunch.core.units import format_duration
 from stagelaunch.supervisor.admission import Admitted, devices_now, readmit
 from stagelaunch.supervisor.aftermath import memory_left, say_who_is_left
-from stagelaunch.supervisor.control import ControlServer, Handlers
+from stagelaunch.supervisor.control_socket import ControlSocket, Handlers
 from stagelaunch.supervisor.endings import ending, note_failure
 from stagelaunch.supervisor.events import EventLog
 from stagelaunch.supervisor.keeper import Keeper
@@ -48,6 +48,9 @@ from stagelaunch.supervisor.status import deployment_state, health_body, stage_b
 from stagelaunch.supervisor.supervisor import Hooks, Supervisor
 from stagelaunch.system import log_file, tree
 from stagelaunch.system.locks import LockDirectory, sweep
+
+if TYPE_CHECKING:
+    from stagelaunch.supervisor.control import ControlServer
 
 STACK_LINES = 200
 STATUS_DRIVER_S = 5.0
@@ -103,6 +106,7 @@ class Session:
         self.asked_to_stop = False
         """By anybody, also when every stage was over already."""
         self._tasks: set[asyncio.Task[None]] = set()
+        self._server: ControlServer | None = None
         hooks = Hooks(self._say, self._on_ready, self._on_failure, self._on_stopping, events.add, self._readmit)
         policy, timeouts = _policy(self._deployment, self._stop_plan), _timeouts(self._deployment)
         self._supervisor = Supervisor(admitted.runs, policy, timeouts, runtime, hooks, preload=self._deployment.preload)
@@ -118,9 +122,9 @@ class Session:
         self._listen_to_signals()
         # A Ctrl-C that came just before has only marked this task as cancelled: let it end here, with nothing started.
         await asyncio.sleep(0)
-        server = ControlServer(self._runtime, self._handlers())
-        await server.start()
-        keeper = Keeper(self._runtime, self._lock, server, self._say, self._restore_files)
+        endpoint = ControlSocket(self._runtime)
+        endpoint.bind()
+        keeper = Keeper(self._runtime, self._lock, endpoint, self._say, self._restore_files)
         keeper.start()
         self._logs.start()
         outcome = None
@@ -128,7 +132,7 @@ class Session:
             self._events.add(News(EventKind.BOOTING))
             self._listener.on_started()
             self._service.booting(self._supervisor.views, self._why_stopping)
-            result = await self._supervisor.run()
+            result = await self._supervise(endpoint)
             self._service.tick()
             outcome = self._outcome(result, await self._leftovers(result))
         finally:
@@ -139,8 +143,26 @@ class Session:
             await self._logs.close()
             self._events.add(News(EventKind.ENDED, more=ending(outcome)))
             self._events.close()
-            await server.close()
+            if self._server is not None:
+                await self._server.close()
+            endpoint.close()
         return outcome
+
+    async def _supervise(self, endpoint: ControlSocket) -> launch.LaunchResult:
+        """Boot and watch; answer on the control socket meanwhile."""
+        supervising = asyncio.create_task(self._supervisor.run())
+        try:
+            # The stages are on their way before the rest is imported: it takes as long as all that came before.
+            await asyncio.sleep(0)
+            from stagelaunch.supervisor.control import ControlServer
+
+            self._server = ControlServer(endpoint, self._handlers())
+            await self._server.start()
+            return await supervising
+        finally:
+            if not supervising.done():
+                supervising.cancel()
+                await asyncio.wait([supervising])
 
     def _outcome(self, result: launch.LaunchResult, leftovers: tuple[str, ...]) -> Outcome:
         return Outcome(

@@ -11,7 +11,7 @@ from stagelaunch.core.failure import StageFailure
 from stagelaunch.core.inventory import DeviceInfo, device_to_json
 from stagelaunch.core.launch import Mode
 from stagelaunch.core.ledger import ledger_to_json
-from stagelaunch.supervisor.control import API_VERSION
+from stagelaunch.supervisor.control_socket import API_VERSION
 from stagelaunch.supervisor.supervisor import Supervisor
 
 

@@ -30,21 +30,45 @@ _PR_SET_NAME = 15
 def main(fd: int) -> None:
     """Import, then fork a stage for every request, until the supervisor closes its end."""
     channel = socket.socket(fileno=fd)
-    job = json.loads(channel.recv(MAX_BYTES))
-    sys.path[:] = job["sys_path"]
+    parent = _hear(channel)
+    sys.path[:] = parent["sys_path"]
     from stagelaunch.system.process import die_with_parent
 
-    die_with_parent(job["parent_pid"])
+    die_with_parent(parent["parent_pid"])
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    faulthandler.enable()
-    faulthandler.register(signal.SIGQUIT, all_threads=True)
+    import_module("stagelaunch.worker.main")
+    job = _hear(channel)
+    _say_to(job["log"])
     # From here on it may be asked where it is.
     _tell(channel, kind="importing")
     began_s = time.monotonic()
+    os.environ.update(job["environment"])
     failed = _import_all(job["engines"], job["backend"])
     reason = _unfit()
     _tell(channel, kind="imported", took_s=time.monotonic() - began_s, failed=failed, unfit=reason)
-    Forkserver(channel).serve()
+    if reason is None:
+        Forkserver(channel).serve()
+
+
+def _hear(channel: socket.socket) -> dict[str, Any]:
+    data = channel.recv(MAX_BYTES)
+    if not data:
+        os._exit(0)
+    message: dict[str, Any] = json.loads(data)
+    return message
+
+
+def _say_to(log: str) -> None:
+    """What libraries print while they are imported, and stacks; a log that cannot be opened costs the words."""
+    try:
+        fd = import_module("stagelaunch.system.regular").open_log(log)
+    except OSError:
+        fd = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(fd, 1)
+    os.dup2(fd, 2)
+    os.close(fd)
+    faulthandler.enable(file=2)
+    faulthandler.register(signal.SIGQUIT, file=2, all_threads=True)
 
 
 def _import_all(engines: list[str], backend: str) -> dict[str, str]:
@@ -52,7 +76,6 @@ def _import_all(engines: list[str], backend: str) -> dict[str, str]:
     before = {name: os.environ.get(name) for name in LIBRARY_THREADS}
     os.environ.update({name: value for name, value in LIBRARY_THREADS.items() if before[name] is None})
     failed: dict[str, str] = {}
-    import_module("stagelaunch.worker.main")
     for engine in engines:
         try:
             import_module("stagelaunch.engines.base").import_engine(engine)

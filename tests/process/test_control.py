@@ -32,7 +32,8 @@ from stagelaunch.devices.simfile import SimulatedFile
 from stagelaunch.supervisor import control
 from stagelaunch.supervisor.admission import refuse_if_claimed
 from stagelaunch.supervisor.client import exchange, request, stream
-from stagelaunch.supervisor.control import ControlServer, Handlers
+from stagelaunch.supervisor.control import ControlServer
+from stagelaunch.supervisor.control_socket import ControlSocket, Handlers
 from stagelaunch.supervisor.events import EventLog
 from stagelaunch.supervisor.keeper import Keeper
 from stagelaunch.supervisor.runtime import Runtime
@@ -51,7 +52,8 @@ class Stub:
     restart: Callable[[str], str | None] | None = None
 
     def __post_init__(self) -> None:
-        self.server = ControlServer(self.runtime, self.handlers())
+        self.endpoint = ControlSocket(self.runtime)
+        self.server = ControlServer(self.endpoint, self.handlers())
 
     def handlers(self) -> Handlers:
         async def status() -> dict[str, Any]:
@@ -77,12 +79,14 @@ async def serving(place: Path, **more: Any) -> AsyncIterator[Stub]:
     runtime = Runtime.of("site", place)
     runtime.create()
     stub = Stub(runtime, **more)
+    stub.endpoint.bind()
     await stub.server.start()
     try:
         yield stub
     finally:
         stub.events.close()
         await stub.server.close()
+        stub.endpoint.close()
 
 
 async def ask(stub: Stub, method: str, path: str) -> tuple[int, dict[str, Any]]:
@@ -207,9 +211,8 @@ def test_a_socket_that_cannot_be_made_is_the_configs_fault(tmp_path: Path) -> No
     runtime = Runtime.of("site", tmp_path)
     runtime.create()
     runtime.socket.mkdir()
-    server = Stub(runtime).server
     with pytest.raises(ConfigError, match=r"control\.sock: cannot be made: Is a directory; remove what is there"):
-        asyncio.run(server.start())
+        ControlSocket(runtime).bind()
 
 
 def test_a_restart_is_begun_or_refused_with_the_reason(tmp_path: Path) -> None:
@@ -324,7 +327,7 @@ async def kept(place: Path) -> AsyncIterator[Kept]:
         said, restored = list[str](), list[bool]()
         with stub.runtime.claim() as lock:
             stub.runtime.write_state("ready")
-            keeper = Keeper(stub.runtime, lock, stub.server, said.append, lambda: restored.append(True))
+            keeper = Keeper(stub.runtime, lock, stub.endpoint, said.append, lambda: restored.append(True))
             yield Kept(stub, keeper, said, restored)
 
 

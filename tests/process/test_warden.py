@@ -323,7 +323,7 @@ def test_what_is_left_when_the_warden_is_killed_too_is_killed_by_the_next_start(
     # It will never fit: refused, but not before the ground is clear.
     site.stages[0] |= {"utilization": 1.0, "options": {}}
     again = site.up()
-    assert (again.code, f"left by an earlier run (pid {left}, python): killed" in again.stderr) == (78, True)
+    assert (again.code, f"left by an earlier run (pid {left}, alpha): killed" in again.stderr) == (78, True)
     assert tree.wait_for_ends(pidfds.values(), time.monotonic())
     # Its resource tracker, which holds the same pipes, ended by itself with the last of them.
     up.communicate(timeout=60)
