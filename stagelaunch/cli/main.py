@@ -13,7 +13,6 @@ import sys
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 
 import click
 
@@ -72,6 +71,9 @@ class LazyGroup(click.Group):
 
 def _print_version(ctx: click.Context, param: click.Parameter, value: bool) -> None:
     if value and not ctx.resilient_parsing:
+        # Imported here: it takes as long as the rest of this module, and the other commands have no use for it.
+        from importlib.metadata import PackageNotFoundError, version
+
         try:
             number = version("stagelaunch")
         except PackageNotFoundError:
