@@ -36,14 +36,19 @@ def main(fd: int) -> None:
 
     die_with_parent(parent["parent_pid"])
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    added = {name: value for name, value in LIBRARY_THREADS.items() if name not in os.environ}
+    os.environ.update(added)
     import_module("stagelaunch.worker.main")
     job = _hear(channel)
     _say_to(job["log"])
     # From here on it may be asked where it is.
     _tell(channel, kind="importing")
     began_s = time.monotonic()
+    # What the stages say for themselves counts.
     os.environ.update(job["environment"])
     failed = _import_all(job["engines"], job["backend"])
+    for name in added.keys() - job["environment"].keys():
+        del os.environ[name]
     reason = _unfit()
     _tell(channel, kind="imported", took_s=time.monotonic() - began_s, failed=failed, unfit=reason)
     if reason is None:
@@ -73,8 +78,6 @@ def _say_to(log: str) -> None:
 
 def _import_all(engines: list[str], backend: str) -> dict[str, str]:
     """What could not be imported, and why; the stage that needs it finds out again, and fails with it."""
-    before = {name: os.environ.get(name) for name in LIBRARY_THREADS}
-    os.environ.update({name: value for name, value in LIBRARY_THREADS.items() if before[name] is None})
     failed: dict[str, str] = {}
     for engine in engines:
         try:
@@ -85,9 +88,6 @@ def _import_all(engines: list[str], backend: str) -> dict[str, str]:
     if "torch" in sys.modules:
         import_module("stagelaunch.worker.boot")
         import_module(f"stagelaunch.devices.{backend}")
-    for name, value in before.items():
-        if value is None:
-            del os.environ[name]
     # What is there now stays for good. Collected in a stage, its pages would be copied for nothing.
     gc.collect()
     gc.freeze()
