@@ -51,8 +51,15 @@ def main(fd: int) -> None:
         del os.environ[name]
     reason = _unfit()
     _tell(channel, kind="imported", took_s=time.monotonic() - began_s, failed=failed, unfit=reason)
-    if reason is None:
+    if reason is not None:
+        return
+    try:
         Forkserver(channel).serve()
+        return
+    except _InStage as caught:
+        stage = caught
+    # Out here, so that what a stage raises, and the stacks it shows, do not begin with ours.
+    stage.run()
 
 
 def _hear(channel: socket.socket) -> dict[str, Any]:
@@ -111,6 +118,31 @@ def _tell(channel: socket.socket, **message: Any) -> None:
     channel.send(json.dumps(message).encode())
 
 
+class _InStage(BaseException):
+    """Raised in the process that was just forked: it is a stage from here on."""
+
+    def __init__(self, request: Mapping[str, Any], fd: int, parent: int, inherited: tuple[int, ...]) -> None:
+        self._request = request
+        self._fd = fd
+        self._parent = parent
+        self._inherited = inherited
+
+    def run(self) -> NoReturn:
+        """Never returns."""
+        try:
+            from stagelaunch.system.process import die_with_parent
+
+            die_with_parent(self._parent)
+            os.setsid()
+            for fd in self._inherited:
+                os.close(fd)
+            ctypes.CDLL(None).prctl(_PR_SET_NAME, self._request["name"].encode(), 0, 0, 0)
+            channel = socket.socket(fileno=self._fd)
+            import_module("stagelaunch.worker.main").run(self._request["run_file"], self._request["stage_id"], channel)
+        finally:
+            os._exit(1)
+
+
 class Forkserver:
     """Forks stages and says how they end."""
 
@@ -152,23 +184,23 @@ class Forkserver:
 
     def _start(self, request: Mapping[str, Any], fds: list[int]) -> None:
         number = request["start"]
-        try:
-            # Its end was told by the descriptor that did not arrive, for want of room.
-            (fd,) = fds
-            pid = self._fork(request, fd)
-        except (OSError, ValueError) as error:
-            _tell(self._channel, kind="not started", number=number, reason=str(error) or "out of descriptors")
+        if not fds:
+            _tell(self._channel, kind="not started", number=number, reason="out of descriptors")
             return
-        finally:
-            for fd in fds:
-                os.close(fd)
-        _tell(self._channel, kind="started", number=number, pid=pid)
+        (fd,) = fds
+        try:
+            pid = self._fork(request, fd)
+        except OSError as error:
+            _tell(self._channel, kind="not started", number=number, reason=str(error))
+        else:
+            _tell(self._channel, kind="started", number=number, pid=pid)
+        os.close(fd)
 
     def _fork(self, request: Mapping[str, Any], fd: int) -> int:
         parent = os.getpid()
         pid = os.fork()
         if pid == 0:
-            self._be_stage(request, fd, parent)
+            raise _InStage(request, fd, parent, (self._channel.fileno(), *self._pids))
         try:
             pidfd = os.pidfd_open(pid)
         except OSError:
@@ -179,21 +211,6 @@ class Forkserver:
         self._pids[pidfd] = pid
         self._poll.register(pidfd, select.POLLIN)
         return pid
-
-    def _be_stage(self, request: Mapping[str, Any], fd: int, parent: int) -> NoReturn:
-        try:
-            from stagelaunch.system.process import die_with_parent
-
-            die_with_parent(parent)
-            os.setsid()
-            for inherited in (self._channel.fileno(), *self._pids):
-                os.close(inherited)
-            ctypes.CDLL(None).prctl(_PR_SET_NAME, request["name"].encode(), 0, 0, 0)
-            import_module("stagelaunch.worker.main").run(
-                request["run_file"], request["stage_id"], socket.socket(fileno=fd)
-            )
-        finally:
-            os._exit(1)
 
 
 if __name__ == "__main__":
