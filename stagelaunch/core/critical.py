@@ -131,8 +131,9 @@ class _Walk:
         return max(in_time, key=lambda found: found[1], default=None)
 
     def _who_released(self, waiter: Attempt, wait: Hold) -> tuple[Attempt, float] | None:
-        """The last to let go of a lock that kept this one waiting."""
-        assert wait.taken_s is not None
+        """The last to let go of a lock that kept this one waiting; None where it never got it."""
+        if wait.taken_s is None:
+            return None
         found = [
             (other, released_s)
             for other in self._attempts

@@ -33,6 +33,7 @@ from stagelaunch.supervisor import corrections
 from stagelaunch.supervisor.runtime import Runtime, write_atomically
 from stagelaunch.supervisor.stage import Stage
 from stagelaunch.supervisor.stage_process import StageProcess
+from stagelaunch.supervisor.timeline import TimelineRecorder
 from stagelaunch.supervisor.watch import Watch
 from stagelaunch.system import log_file
 from stagelaunch.system.process import signal_name
@@ -58,6 +59,7 @@ class Hooks:
     """Something happened, for programs."""
     readmit: Callable[[int], Awaitable[None]]
     """Returns when the stage, which is to be started again, fits; raises StagelaunchError when it does not."""
+    timeline: TimelineRecorder
 
 
 class Supervisor:
@@ -319,6 +321,7 @@ class Supervisor:
             failure = stage.failure(type(error).__name__, f"cannot start its process: {error}", self._loop.time())
             self._loop.call_soon(self._ended, stage, failure)
             return
+        self._hooks.timeline.started(run, stage.process.pid, stage.view.spawned_s)
         self._say_of(stage, f"started on device {run.device_index}")
         self._tell_of(stage, EventKind.STARTED, device=run.device_index)
         self._watch.rearm(stage)
@@ -358,6 +361,7 @@ class Supervisor:
         assert stage.view is not None
         stage_id = stage.run.stage_id
         before = stage.view = board.heard(stage.view, self._loop.time())
+        self._hooks.timeline.heard(stage_id, message)
         match message:
             case m.Probed(request_id):
                 stage.end_probe(request_id, message)
@@ -432,7 +436,9 @@ class Supervisor:
             self._hooks.on_event(events.of_failure(failure))
         stage.cancel_timers()
         signal = signal_name(-code) if code < 0 else None
-        self._say_of(stage, f"ended ({signal or f'exit code {code}'})")
+        how = signal or f"exit code {code}"
+        self._hooks.timeline.over(stage.run.stage_id, how)
+        self._say_of(stage, f"ended ({how})")
         self._tell_of(stage, EventKind.ENDED, exit_code=None if signal else code, signal=signal)
         self._ended(stage, failure)
 
