@@ -34,7 +34,10 @@ def report(target: str | None, json_file: Path | None, trace_file: Path | None, 
     """
     if STDOUT == json_file == trace_file:
         raise UsageError("only one of --json and --trace can go to stdout: name a file for the other")
-    timeline = _read(find_target(target, runtime_dir).runtime if target is not None else _only_one(runtime_dir))
+    runtime = find_target(target, runtime_dir).runtime if target is not None else _only_one(runtime_dir)
+    timeline = _read(runtime)
+    if timeline.state in ("booting", "ready") and runtime.live_pid() is None:
+        click.echo(f"stagelaunch: {timeline.deployment}: its supervisor is gone; this is what it wrote last", err=True)
     if STDOUT not in (json_file, trace_file):
         click.echo(render(timeline))
     written = [

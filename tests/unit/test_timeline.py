@@ -91,6 +91,9 @@ def test_a_wait_for_a_stranger_a_serial_start_and_a_second_process_are_links_too
         ("wait", "thinker", "profile", 3.0),
         ("work", "thinker", "profile", 1.0),
     ]
+    bound = floor(replace(BOOT, attempts=(stranger,), boot_s=5.0))
+    assert bound is not None
+    assert bound.floor_s == 1.5
     second = stage(2, "code2wav", 1, 9.5, *load(10, 14), m.Ready(at(14)))
     serial = replace(BOOT, attempts=(TALKER, second), order="serial", boot_s=14.0)
     assert [(link.kind, link.after) for link in critical_path(serial)][-3:] == [
