@@ -7,6 +7,7 @@ file is written by `to_json` and read by `from_json`, which refuses whatever is 
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from math import isfinite
@@ -239,6 +240,11 @@ def waited_s(parts: Iterable[Piece]) -> float:
 def to_json(timeline: Timeline) -> dict[str, Any]:
     """Plain JSON values; `from_json` is its inverse."""
     return {"version": VERSION, **asdict(timeline)}
+
+
+def to_text(timeline: Timeline) -> str:
+    """The text of the file: `to_json` as JSON, without the copies that it makes."""
+    return json.dumps({"version": VERSION, **vars(timeline)}, default=vars)
 
 
 def from_json(body: Any) -> Timeline:

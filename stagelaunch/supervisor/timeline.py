@@ -8,7 +8,6 @@ nobody a stage: what cannot be written is said. Of one event loop. Used by ``sup
 from __future__ import annotations
 
 import asyncio
-import json
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -111,7 +110,7 @@ class TimelineRecorder:
         began_s = time.monotonic()
         timeline = replace(self._timeline, attempts=tuple(self._attempts), as_of_s=self._now_s())
         try:
-            write_atomically(self._path, json.dumps(tl.to_json(timeline)))
+            write_atomically(self._path, tl.to_text(timeline))
         except OSError as error:
             self._complain(f"cannot record the timeline in {self._path}: {error.strerror}")
         self._pause_s = max(WRITE_EVERY_S, (time.monotonic() - began_s) / WRITE_SHARE)

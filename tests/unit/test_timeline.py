@@ -134,7 +134,8 @@ def test_messages_that_make_no_sense_neither_raise_nor_go_back_in_time() -> None
     ]  # fmt: skip
     assert tl.waited_s(parts) == 2.0
     timeline = replace(BOOT, attempts=(odd,), boot_s=10.0)
-    assert tl.from_json(json.loads(json.dumps(tl.to_json(timeline)))) == timeline
+    assert tl.from_json(json.loads(tl.to_text(timeline))) == timeline
+    assert json.loads(tl.to_text(BOOT)) == json.loads(json.dumps(tl.to_json(BOOT)))
     assert sum(link.took_s for link in critical_path(timeline)) == 10.0
 
 
