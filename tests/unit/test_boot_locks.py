@@ -25,6 +25,12 @@ from stagelaunch.worker.reporter import Reporter
 SIZES = (4, 2, 1)
 
 
+@pytest.fixture(autouse=True)
+def _no_collections(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing here leaves garbage; looking for it again and again costs seconds."""
+    monkeypatch.setattr("gc.collect", lambda: 0)
+
+
 class Recorder:
     """Stands for the locks, the engine and the reporter: notes who was called under which lock."""
 
