@@ -36,6 +36,9 @@ COMMANDS: dict[str, Entry] = {
     "probe": Entry("stagelaunch.cli.probe:probe", "Run one step through a ready stage and compare it."),
     "logs": Entry("stagelaunch.cli.logs:logs", "Show what the stages have written, and follow it."),
     "events": Entry("stagelaunch.cli.events:events", "Print what has happened and happens, one JSON object a line."),
+    "report": Entry(
+        "stagelaunch.cli.report:report", "Show when each stage did what in its boot, and what it waited for."
+    ),
     "wait": Entry("stagelaunch.cli.wait:wait", "Wait until a deployment is ready, or has stopped."),
     "restart": Entry("stagelaunch.cli.restart:restart", "Start one stage of a running deployment again."),
     "down": Entry("stagelaunch.cli.down:down", "Stop a running deployment and wait until it is gone."),

@@ -90,17 +90,17 @@ class ReportFiles:
             if path is None:
                 continue
             try:
-                if not _is_stream(path):
+                if not is_stream(path):
                     write_atomically(path.resolve(), text(report))
                 elif is_final:
-                    _write_to_stream(path, text(report))
+                    write_to_stream(path, text(report))
             except OSError as failure:
                 click.echo(f"stagelaunch: cannot write {path}: {failure.strerror}", err=True)
                 code = ExitCode.TEMPORARY
         return code
 
 
-def _is_stream(path: Path) -> bool:
+def is_stream(path: Path) -> bool:
     """Whether replacing it would lose it: it is no regular file, or our own stdout or stderr goes there."""
     try:
         return not stat.S_ISREG(path.stat().st_mode) or _own_output(path) is not None
@@ -112,7 +112,8 @@ def _own_output(path: Path) -> int | None:
     return next((fd for fd in (1, 2) if is_file(fd, path)), None)
 
 
-def _write_to_stream(path: Path, text: str) -> None:
+def write_to_stream(path: Path, text: str) -> None:
+    """To what is no regular file, or is our own output. OSError when it does not take it."""
     own = _own_output(path)
     if own is not None:
         # The same open file: another one of it would write over what is there.

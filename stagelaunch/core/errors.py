@@ -166,6 +166,12 @@ class LeftoverError(PlainError):
     exit_code = ExitCode.CLEANUP_INCOMPLETE
 
 
+class TimelineError(PlainError):
+    """What should be the timeline of a run is none."""
+
+    exit_code = ExitCode.CONFIG
+
+
 class NotRunningError(PlainError):
     """The deployment asked for does not run."""
 

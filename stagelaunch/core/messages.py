@@ -42,6 +42,15 @@ class LockTaken:
 
 
 @dataclass(frozen=True)
+class LockReleased:
+    """The worker has let go of the lock. ``at_s`` is from before it did: nobody else can have had it earlier."""
+
+    phase: Phase
+    mode: LockMode
+    at_s: float
+
+
+@dataclass(frozen=True)
 class PhaseEnded:
     """The worker left a phase. ``waited_s`` of it went into waiting for locks."""
 
@@ -149,6 +158,7 @@ Message = (
     PhaseBegan
     | LockWaits
     | LockTaken
+    | LockReleased
     | PhaseEnded
     | Progress
     | LedgerKnown

@@ -48,10 +48,11 @@ STEPS: tuple[Step, ...] = (
     Step(Phase.CONTEXT, "create the device context", LockMode.EXCLUSIVE, "the stage's own overhead is measured"),
     Step(Phase.LOAD, "allocate the parameters", LockMode.SHARED, "changes device memory"),
     Step(Phase.LOAD, "read the weights into them", LockMode.NONE, "fills memory that is already counted"),
-    Step(Phase.PROFILE, "run the largest batch", LockMode.EXCLUSIVE, "measures; must not be disturbed"),
+    Step(Phase.PROFILE, "warm up with the largest batch", LockMode.SHARED, "compiles, tunes, creates workspaces"),
+    Step(Phase.PROFILE, "run it again and measure", LockMode.EXCLUSIVE, "measures; must not be disturbed"),
     Step(Phase.SIZE, "size the KV cache", LockMode.NONE, "arithmetic"),
     Step(Phase.ALLOCATE, "check free memory, then allocate", LockMode.EXCLUSIVE, "check and act as one"),
-    Step(Phase.CAPTURE, "capture the graphs", LockMode.SHARED, "changes device memory"),
+    Step(Phase.CAPTURE, "capture the graphs, one by one", LockMode.SHARED, "changes device memory"),
 )
 
 BOOT_PHASES: tuple[Phase, ...] = tuple(dict.fromkeys(step.phase for step in STEPS))

@@ -6,6 +6,7 @@ RUNTIME/NAME/control.sock  where it answers
 RUNTIME/NAME/run.json      what its workers were told
 RUNTIME/NAME/corrections.json  what captures took beyond their estimate, for the next boot
 RUNTIME/NAME/error.json    why the last run failed, who failed first; not there when it did not
+RUNTIME/NAME/timeline.json  when each stage did what in the last run that started one, as far as it was written
 RUNTIME/NAME/stacks.log    the supervisor's threads, at each SIGQUIT
 RUNTIME/NAME/imports.log   what libraries say while they are imported for all stages at once
 RUNTIME/NAME/logs/STAGE.log   one per stage
@@ -105,6 +106,11 @@ class Runtime:
     def error(self) -> Path:
         """The failure of the last run that had one, as JSON."""
         return self.directory / "error.json"
+
+    @property
+    def timeline(self) -> Path:
+        """When each stage did what, of the last run that started one."""
+        return self.directory / "timeline.json"
 
     @property
     def stacks(self) -> Path:

@@ -46,6 +46,7 @@ from stagelaunch.supervisor.runtime import Runtime, write_atomically
 from stagelaunch.supervisor.service import ServiceNotifier
 from stagelaunch.supervisor.status import deployment_state, health_body, stage_bodies, status_body
 from stagelaunch.supervisor.supervisor import Hooks, Supervisor
+from stagelaunch.supervisor.timeline import TimelineRecorder
 from stagelaunch.system import log_file, tree
 from stagelaunch.system.locks import LockDirectory, sweep
 
@@ -107,8 +108,13 @@ class Session:
         """By anybody, also when every stage was over already."""
         self._tasks: set[asyncio.Task[None]] = set()
         self._server: ControlServer | None = None
-        hooks = Hooks(self._say, self._on_ready, self._on_failure, self._on_stopping, events.add, self._readmit)
         policy, timeouts = _policy(self._deployment, self._stop_plan), _timeouts(self._deployment)
+        self._timeline = TimelineRecorder(
+            runtime.timeline, self._deployment.name, policy.order, policy.groups, listener.say
+        )
+        hooks = Hooks(
+            self._say, self._on_ready, self._on_failure, self._on_stopping, events.add, self._readmit, self._timeline
+        )
         self._supervisor = Supervisor(admitted.runs, policy, timeouts, runtime, hooks, preload=self._deployment.preload)
         paths = {run.stage_id: (run.name, run.log_path) for run in admitted.runs}
         self._logs = StageLogs(paths, self._deployment.logs, self._supervisor.tell, listener.say, listener.show)
@@ -138,6 +144,7 @@ class Session:
         finally:
             for task in self._tasks:
                 task.cancel()
+            self._timeline.close()
             self._sweep_locks()
             await keeper.close()
             await self._logs.close()
@@ -205,6 +212,7 @@ class Session:
         """The runtime directory is a new, empty one: what commands and stages look for there."""
         write_atomically(self._runtime.run_file, runs_to_json(self._supervisor.runs()))
         self._runtime.write_state(deployment_state(self._supervisor))
+        self._timeline.restore()
         self._reopen_logs()
 
     def _reopen_logs(self) -> None:
@@ -264,6 +272,7 @@ class Session:
     # What the supervisor tells and asks.
 
     def _on_ready(self) -> None:
+        self._timeline.ready()
         self._begin(self._announce_ready())
         self._begin(self._watch_devices())
 
@@ -280,6 +289,7 @@ class Session:
     def _on_failure(self, failure: StageFailure) -> None:
         # Also at the end, with what came of it; now, because the end may be long in coming.
         note_failure(self._runtime, self._deployment.name, failure)
+        self._timeline.failed(failure.headline())
 
     def _on_stopping(self) -> None:
         self._note_state("stopping")

@@ -34,6 +34,7 @@ from stagelaunch.supervisor.forkserver import Forkservers
 from stagelaunch.supervisor.runtime import Runtime, write_atomically
 from stagelaunch.supervisor.stage import Stage
 from stagelaunch.supervisor.stage_process import Listener, StageProcess
+from stagelaunch.supervisor.timeline import TimelineRecorder
 from stagelaunch.supervisor.watch import Watch
 from stagelaunch.system import log_file
 from stagelaunch.system.process import signal_name
@@ -59,6 +60,7 @@ class Hooks:
     """Something happened, for programs."""
     readmit: Callable[[int], Awaitable[None]]
     """Returns when the stage, which is to be started again, fits; raises StagelaunchError when it does not."""
+    timeline: TimelineRecorder
 
 
 class Supervisor:
@@ -308,6 +310,7 @@ class Supervisor:
         stage.process, stage.told_failure = None, False
         stage.view = board.spawned(run.stage_id, run.name, self._loop.time())
         stage.log_begins = log_file.mark(run.log_path)
+        self._hooks.timeline.started(run, stage.view.spawned_s)
         listener = Listener(
             on_message=lambda message: self._on_message(stage, message),
             on_started=lambda: self._on_started(stage),
@@ -322,6 +325,8 @@ class Supervisor:
         self._watch.rearm(stage)
 
     def _on_started(self, stage: Stage) -> None:
+        assert stage.pid is not None
+        self._hooks.timeline.runs(stage.run.stage_id, stage.pid)
         self._say_of(stage, f"started on device {stage.run.device_index}")
         self._tell_of(stage, EventKind.STARTED, device=stage.run.device_index)
 
@@ -364,6 +369,7 @@ class Supervisor:
         assert stage.view is not None
         stage_id = stage.run.stage_id
         before = stage.view = board.heard(stage.view, self._loop.time())
+        self._hooks.timeline.heard(stage_id, message)
         match message:
             case m.Probed(request_id):
                 stage.end_probe(request_id, message)
@@ -438,7 +444,9 @@ class Supervisor:
             self._hooks.on_event(events.of_failure(failure))
         stage.cancel_timers()
         signal = signal_name(-code) if code is not None and code < 0 else None
-        self._say_of(stage, "was not started" if code is None else f"ended ({signal or f'exit code {code}'})")
+        how = "was not started" if code is None else f"ended ({signal or f'exit code {code}'})"
+        self._hooks.timeline.over(stage.run.stage_id, how)
+        self._say_of(stage, how)
         self._tell_of(stage, EventKind.ENDED, exit_code=None if signal else code, signal=signal)
         self._ended(stage, failure)
 

@@ -57,7 +57,7 @@ class Boot:
             context = self._create_context()
         with reporter.phase(Phase.LOAD):
             self._load()
-        with reporter.phase(Phase.PROFILE), self._lock(LockMode.EXCLUSIVE):
+        with reporter.phase(Phase.PROFILE):
             weights, activations, non_torch, graphs = self._profile()
         with reporter.phase(Phase.SIZE):
             layout = self._engine.kv_layout
@@ -74,7 +74,7 @@ class Boot:
             reporter.ledger(ledger, final=False)
         with reporter.phase(Phase.ALLOCATE), self._lock(LockMode.EXCLUSIVE):
             ledger = replace(ledger, kv=self._allocate(ledger))
-        with reporter.phase(Phase.CAPTURE), self._lock(LockMode.SHARED):
+        with reporter.phase(Phase.CAPTURE):
             graphs = self._capture(ledger.graphs_estimate_bytes)
             ledger = replace(ledger, graphs=graphs, held_bytes=self._memory.held_bytes())
         self._check_budget(ledger)
@@ -92,6 +92,8 @@ class Boot:
         with self._locks.hold(mode, phase=reporter.current, timeout_s=self._run.lock_timeout_s, on_wait=waits):
             reporter.lock_taken(mode, reporter.now() - began_s)
             yield
+            released_s = reporter.now()
+        reporter.lock_released(mode, released_s)
 
     def _budget(self) -> Term:
         if self._run.budget_bytes is not None:
@@ -110,13 +112,27 @@ class Boot:
     def _load(self) -> None:
         with self._lock(LockMode.SHARED):
             self._engine.allocate_weights(self._device)
+            # Gives back what building the model has left: from here to the profile the stage changes no device memory.
+            measure.settle(self._device)
         self._engine.read_weights(lambda done, total: self._reporter.progress(done, total, "bytes"))
-        measure.settle(self._device)
+        self._device.synchronize()
 
     def _profile(self) -> tuple[Term, Term, Term, Term]:
-        """Weights, activation peak, non-torch growth and the graph estimate. Runs under the exclusive lock."""
-        self._memory.begin_window()
-        measure.warm_up(self._engine, self._device)
+        """Weights, activation peak, non-torch growth and the graph estimate."""
+        told = self._memory.identity is not None
+        if told:
+            # Compiling and tuning may take minutes, and nothing is measured: neighbours need not stand still for it.
+            with self._lock(LockMode.SHARED):
+                measure.warm_up(self._engine, self._device)
+        with self._lock(LockMode.EXCLUSIVE):
+            if not told:
+                # What the first batch takes shows only as a change of the whole device, so nobody else may change it.
+                self._memory.begin_window()
+                measure.warm_up(self._engine, self._device)
+            return self._measure()
+
+    def _measure(self) -> tuple[Term, Term, Term, Term]:
+        """What the warm stage takes. Runs under the exclusive lock."""
         activations = measure.activations(self._engine, self._device)
         trials = measure.trial_captures(self._engine, self._run.spec.capture_sizes, self._capture_one)
         # Not right after loading: what the first batch left in the allocator for good (workspaces) stays as well.
@@ -169,7 +185,9 @@ class Boot:
         for done, size in enumerate(sizes):
             self._reporter.progress(done, len(sizes), "graphs")
             try:
-                took.append(self._capture_one(size))
+                # Lock by lock: whoever waits to measure waits for one graph, not for all of them.
+                with self._lock(LockMode.SHARED):
+                    took.append(self._capture_one(size))
             except torch.OutOfMemoryError as error:
                 raise self._out_of_memory(size, took, expected_bytes) from error
         self._reporter.progress(len(sizes), len(sizes), "graphs")

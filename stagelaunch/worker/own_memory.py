@@ -59,23 +59,28 @@ class OwnMemory:
         return _figure(self._device.process_table(), self.identity) or None
 
     def begin_window(self) -> None:
-        """From here to ``non_torch`` nobody else may change the device."""
+        """From here to ``non_torch`` nobody else may change the device. Needed only where there is no ``identity``."""
         self._window = self._look()
 
     def non_torch(self) -> Term:
         """What the process took besides its context and its allocator, and ends the window.
 
         By the driver's figure: since the context was created. Else by the fall of free memory inside the window;
-        DisturbedError when somebody else changed the device meanwhile, StageError when free memory cannot be read.
+        DisturbedError when somebody else changed the device meanwhile, or a driver that told the figure does so no
+        more; StageError when free memory cannot be read.
         """
-        before, after = self._window, self._look()
-        assert before is not None, "begin_window comes first"
-        self._window = None
-        fell_bytes = None if before.free_bytes is None or after.free_bytes is None else _fall(before, after)
         held_bytes = self.held_bytes()
         if self.identity is not None and held_bytes is not None:
             grown_bytes = held_bytes - self._device.memory().reserved_bytes - self._context_bytes
-            return Term(max(grown_bytes, 0), self.identity.source, None if fell_bytes is None else max(fell_bytes, 0))
+            return Term(max(grown_bytes, 0), self.identity.source)
+        before, after = self._window, self._look()
+        if before is None:
+            raise DisturbedError(
+                "cannot measure what the libraries took during the profile: the driver told what this process holds "
+                "when its context was created, and does not now; look at the driver"
+            )
+        self._window = None
+        fell_bytes = None if before.free_bytes is None or after.free_bytes is None else _fall(before, after)
         if fell_bytes is None:
             raise _cannot_tell("what the libraries took during the profile")
         self._refuse_disturbance(before, after, "what the libraries took during the profile", newcomers=0)

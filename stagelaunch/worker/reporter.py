@@ -61,6 +61,10 @@ class Reporter:
         self._waited_s += waited_s
         self.send(m.LockTaken(self.current, mode, waited_s, self.now()))
 
+    def lock_released(self, mode: LockMode, at_s: float) -> None:
+        """The lock was ours until then."""
+        self.send(m.LockReleased(self.current, mode, at_s))
+
     def progress(self, done: int, total: int, unit: str) -> None:
         """How far the phase is; rate-limited."""
         now_s = self.now()

@@ -52,6 +52,7 @@ def ready(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
     assert site.state()["state"] == "ended"
     assert site.run("down", str(site.config)).code == 1
     assert "ended with exit code 0" in site.run("status", str(site.config)).stdout
+    assert "site: booted in" in site.run("report", str(site.config)).stdout
 
 
 def status(site: Site) -> dict[str, Any]:
@@ -88,6 +89,32 @@ def test_probes_go_through_the_graphs(ready: Site) -> None:
     assert [(result["stage"], result["through_graph"]) for result in one] == [("beta", True)]
     nobody = ready.run("probe", str(ready.config), "delta")
     assert (nobody.code, "delta" in nobody.stderr) == (1, True)
+
+
+def test_the_report_and_the_trace_say_what_the_events_said(ready: Site, tmp_path: Path) -> None:
+    lines = ready.run("events", str(ready.config), "--no-follow").stdout.splitlines()
+    events = [json.loads(line) for line in lines]
+    ran = ready.run("report", str(ready.config), "--json", str(tmp_path / "report"), "--trace", str(tmp_path / "trace"))
+    report, trace = (json.loads((tmp_path / name).read_text()) for name in ("report", "trace"))
+    boot = next(event for event in events if event["event"] == "ready" and "stage" not in event)
+    assert ran.code == 0, ran.stderr
+    assert f"site: booted in {report['boot_s']:.2f}s, overlap order" in ran.stdout
+    assert report["boot_s"] == pytest.approx(boot["boot_s"], abs=0.1)
+    assert 0 < report["floor_s"] <= report["boot_s"]
+    assert sum(link["took_s"] for link in report["critical_path"]) == pytest.approx(report["boot_s"])
+    for stage in report["stages"]:
+        own = [event for event in events if event.get("stage") == stage["stage"]]
+        assert [phase["phase"] for phase in stage["phases"]] == [str(phase) for phase in BOOT_PHASES]
+        said = [(event["took_s"], event["waited_s"]) for event in own if event["event"] in ("phase", "ready")]
+        for phase, (took_s, waited_s) in zip(stage["phases"], said, strict=True):
+            assert (phase["took_s"], phase["waited_s"]) == pytest.approx((took_s, waited_s), abs=0.05)
+        waits = {(event["phase"], *event["holders"]) for event in own if event["event"] == "lock_wait"}
+        told = {(phase["phase"], *wait["holders"]) for phase in stage["phases"] for wait in phase["waits"]}
+        assert told <= waits
+        slices = {each["name"]: each["dur"] for each in trace["traceEvents"]
+                  if each["ph"] == "X" and each["cat"] == "phase" and each["tid"] == stage["stage_id"]}  # fmt: skip
+        assert slices == pytest.approx({p["phase"]: 1e6 * p["took_s"] for p in stage["phases"]}, abs=5e4)
+        assert stage["phases"][3]["bytes"] == (8 << 20) + 4 * 256 * 256
 
 
 def test_a_second_start_is_refused_and_names_the_first(ready: Site) -> None:

@@ -29,6 +29,9 @@ def fail(site: Site, fault: str) -> Ran:
 
 def test_an_error_longer_than_any_line_keeps_its_two_ends(site: Site) -> None:
     assert "characters left out" in fail(site, "profile:verbose").stderr
+    report = site.run("report", str(site.config)).stdout
+    assert "site: failed, not booted" in report
+    assert "stage beta failed in phase profile" in report
 
 
 def test_the_evidence_is_of_this_run_and_not_of_an_earlier_one(site: Site) -> None:

@@ -14,6 +14,7 @@ from stagelaunch.core import launch
 from stagelaunch.core.board import Timeouts
 from stagelaunch.supervisor.runtime import Runtime
 from stagelaunch.supervisor.supervisor import Hooks, Supervisor
+from stagelaunch.supervisor.timeline import TimelineRecorder
 from stagelaunch.system import locks
 
 
@@ -24,7 +25,8 @@ def test_an_accept_without_descriptors_is_said_once_and_no_bug(tmp_path: Path) -
         return None
 
     async def scenario() -> None:
-        hooks = Hooks(said.append, nothing, nothing, nothing, nothing, nothing)
+        timeline = TimelineRecorder(tmp_path / "timeline", "site", "serial", ((0,),), said.append)
+        hooks = Hooks(said.append, nothing, nothing, nothing, nothing, nothing, timeline)
         policy = launch.LaunchPolicy(((0,),), launch.Order.SERIAL, None, launch.OnFailure.STOP)
         supervisor = Supervisor((), policy, Timeouts(1, 1, 1, 1, 1), Runtime(tmp_path), hooks)
         loop = asyncio.get_running_loop()

@@ -295,6 +295,9 @@ def test_a_supervisor_killed_while_it_boots_leaves_nothing(site: Site) -> None:
     # At the instant the command is over.
     assert select.select(list(pidfds.values()), [], [], 0)[0] == list(pidfds.values())
     assert "died without cleaning up" in site.run("status", str(site.config)).stdout
+    report = site.run("report", str(site.config))
+    assert (report.code, "its supervisor is gone" in report.stderr) == (0, True), report.stderr
+    assert "site: booting, not booted, as of" in report.stdout
     for info in site.devices().values():
         assert (info.free_bytes, info.processes) == (info.total_bytes, ())
     for fd in pidfds.values():

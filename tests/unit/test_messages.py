@@ -22,6 +22,7 @@ MESSAGES: tuple[m.Message, ...] = (
     m.PhaseBegan(Phase.LOAD, 1.5),
     m.LockWaits(Phase.LOAD, LockMode.SHARED, ("pid 1", "pid 2"), 1.5),
     m.LockTaken(Phase.LOAD, LockMode.SHARED, 0.5, 2.0),
+    m.LockReleased(Phase.LOAD, LockMode.SHARED, 2.5),
     m.PhaseEnded(Phase.LOAD, 3.0, 0.5),
     m.Progress(Phase.LOAD, 1, 2, "bytes", 2.5),
     m.LedgerKnown(LEDGER, True),

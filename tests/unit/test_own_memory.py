@@ -50,6 +50,17 @@ def test_who_comes_while_one_looks_makes_one_look_again(tmp_path):
     assert create_context(tmp_path, tables, repeat(WITH_US)) == Term(40 * MIB, Source.FREE_DELTA, None)
 
 
+def test_a_figure_that_is_told_no_more_is_not_replaced_by_a_change_of_the_device(tmp_path):
+    device = SimulatedDevice(SimulatedMachine(tmp_path / "devices", {0: 1 << 30}, 40 * MIB), 0)
+    memory = OwnMemory(device, [os.getpid()])
+    assert memory.create_context().source == Source.OWN_PID
+    device.process_table = lambda: None
+    # What the first batch took was not inside any window.
+    with pytest.raises(DisturbedError, match="the driver told what this process holds"):
+        memory.non_torch()
+    device.close()
+
+
 def test_a_device_on_which_somebody_always_comes_or_goes_is_refused(tmp_path):
     with pytest.raises(DisturbedError, match="processes on the device changed each time it was looked at"):
         create_context(tmp_path, cycle([ALONE, WITH_A_STRANGER]), [])
