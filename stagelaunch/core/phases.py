@@ -49,6 +49,7 @@ STEPS: tuple[Step, ...] = (
     Step(Phase.LOAD, "allocate the parameters", LockMode.SHARED, "changes device memory"),
     Step(Phase.LOAD, "read the weights into them", LockMode.NONE, "fills memory that is already counted"),
     Step(Phase.PROFILE, "run the largest batch", LockMode.EXCLUSIVE, "measures; must not be disturbed"),
+    Step(Phase.PROFILE, "run it by a remembered plan", LockMode.SHARED, "changes device memory, measures only its own"),
     Step(Phase.SIZE, "size the KV cache", LockMode.NONE, "arithmetic"),
     Step(Phase.ALLOCATE, "check free memory, then allocate", LockMode.EXCLUSIVE, "check and act as one"),
     Step(Phase.CAPTURE, "capture the graphs", LockMode.SHARED, "changes device memory"),

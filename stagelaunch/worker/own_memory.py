@@ -9,6 +9,7 @@ disturb. Called by ``worker.boot`` under the exclusive device lock; the rules ar
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
@@ -58,6 +59,17 @@ class OwnMemory:
             return None
         return _figure(self._device.process_table(), self.identity) or None
 
+    def grown(self) -> Term | None:
+        """What the process took besides its context and its allocator, by the driver's figure; None without one.
+
+        Whoever else changes the device does not show in it.
+        """
+        held_bytes = self.held_bytes()
+        if self.identity is None or held_bytes is None:
+            return None
+        grown_bytes = held_bytes - self._device.memory().reserved_bytes - self._context_bytes
+        return Term(max(grown_bytes, 0), self.identity.source)
+
     def begin_window(self) -> None:
         """From here to ``non_torch`` nobody else may change the device."""
         self._window = self._look()
@@ -72,10 +84,8 @@ class OwnMemory:
         assert before is not None, "begin_window comes first"
         self._window = None
         fell_bytes = None if before.free_bytes is None or after.free_bytes is None else _fall(before, after)
-        held_bytes = self.held_bytes()
-        if self.identity is not None and held_bytes is not None:
-            grown_bytes = held_bytes - self._device.memory().reserved_bytes - self._context_bytes
-            return Term(max(grown_bytes, 0), self.identity.source, None if fell_bytes is None else max(fell_bytes, 0))
+        if (grown := self.grown()) is not None:
+            return replace(grown, other_bytes=None if fell_bytes is None else max(fell_bytes, 0))
         if fell_bytes is None:
             raise _cannot_tell("what the libraries took during the profile")
         self._refuse_disturbance(before, after, "what the libraries took during the profile", newcomers=0)
