@@ -18,11 +18,18 @@ from stagelaunch.core.errors import ExitCode
 from stagelaunch.system.log_file import tail
 
 
-def detach(config: str, target: Target, runtime_dir: Path | None, wait: bool, wait_text: str | None, ci: bool) -> int:
+def detach(
+    config: str,
+    target: Target,
+    runtime_dir: Path | None,
+    wait: bool,
+    wait_text: str | None,
+    ci: bool,
+    reuse_plan: bool,
+) -> int:
     """Start it in a process of its own; repeat what that tells until it boots, is ready (``wait``) or has failed."""
     options = [] if wait_text is None else ["--wait-for-memory", wait_text]
-    if ci:
-        options.append("--ci")
+    options += [option for option, given in (("--ci", ci), ("--reuse-plan", reuse_plan)) if given]
     child, read_fd = start_in_background(target.runtime, config, runtime_dir, options)
     log_path = target.runtime.supervisor_log
     # Whoever ends the waiting process means the boot: SIGTERM is taken like Ctrl-C.

@@ -36,6 +36,7 @@ _LONGEST_WAIT_S = 366 * 86400.0
     metavar="DURATION",
     help="If it does not fit beside what others hold or have claimed, wait so long (60s, 5m) for it to fit.",
 )
+@click.option("--reuse-plan", is_flag=True, help="Do not measure again what an earlier boot of this plan has measured.")
 @click.option("--quiet", is_flag=True, help="Do not show what the stages write to their logs.")
 @click.option("--ci", is_flag=True, help="A stop takes at most 4 s in all, for runners that kill what is left.")
 @click.option("--runtime-dir", type=click.Path(path_type=Path), help="Where sockets and logs go.")
@@ -57,6 +58,7 @@ def up(
     detach: bool,
     wait: bool,
     wait_text: str | None,
+    reuse_plan: bool,
     quiet: bool,
     ci: bool,
     runtime_dir: Path | None,
@@ -79,7 +81,7 @@ def up(
     if warden is None:
         from stagelaunch.cli.detach import detach as start_detached
 
-        return start_detached(config, _target(config, runtime_dir), runtime_dir, wait, wait_text, ci)
+        return start_detached(config, _target(config, runtime_dir), runtime_dir, wait, wait_text, ci, reuse_plan)
     # It imports what stages need while this process imports what it needs itself.
     forkserver_process.prepare()
     try:
@@ -92,7 +94,7 @@ def up(
         if run_id is not None:
             target = replace(target, runtime=replace(target.runtime, run=OwnRun.under(warden, run_id, cgroup)))
         notify = None if notify_fd is None else os.fdopen(notify_fd, "w")
-        code = run_foreground(target, notify, RunOptions(wait_s, ci, quiet, link))
+        code = run_foreground(target, notify, RunOptions(wait_s, ci, quiet, link, reuse_plan))
     finally:
         forkserver_process.discard()
     # A warden that was stopped (Ctrl-Z) could not see our end.

@@ -7,11 +7,12 @@ Called by ``core.plan``.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from stagelaunch.core.admission import budget_bytes
 from stagelaunch.core.config import Deployment, Stage
+from stagelaunch.core.identity import DeviceRef
 from stagelaunch.core.ledger import Ledger, Source, Term, fill_ledger, smallest_budget
 from stagelaunch.core.need import StageNeed
 from stagelaunch.core.units import GIB
@@ -87,16 +88,24 @@ def plan_budgets(deployment: Deployment, device_totals: Mapping[int, int], forec
     found: dict[int, float | int] = dict(written)
     # Of a device that nobody knows any share is unknown; the stage still asks for it.
     found |= {stage.id: 1.0 for stage in known if device_totals.keys().isdisjoint(stage.devices)}
+    everybody, sharing = _by_device(deployment.stages), _by_device(known)
     for device, total_bytes in device_totals.items():
-        here = [_auto_stage(stage, forecasts) for stage in known if device in stage.devices]
-        available_bytes = total_bytes - _taken_bytes(deployment, device, total_bytes)
+        here = [_auto_stage(stage, forecasts) for stage in sharing.get(device, ())]
+        available_bytes = total_bytes - _taken_bytes(deployment, everybody.get(device, ()), total_bytes)
         found |= auto_budgets(available_bytes, here, forecasts.context.size_bytes)
-    return Budgets(found, tuple(_unknown(stage, forecasts) for stage in auto if stage not in known))
+    return Budgets(found, tuple(_unknown(stage, forecasts) for stage in auto if stage.id not in forecasts.needs))
 
 
-def _taken_bytes(deployment: Deployment, device: int, total_bytes: int) -> int:
-    """Every reserve on a device, and the budgets that are written."""
-    here = [stage for stage in deployment.stages if device in stage.devices]
+def _by_device(stages: Iterable[Stage]) -> dict[DeviceRef, list[Stage]]:
+    found: dict[DeviceRef, list[Stage]] = {}
+    for stage in stages:
+        for device in stage.devices:
+            found.setdefault(device, []).append(stage)
+    return found
+
+
+def _taken_bytes(deployment: Deployment, here: Sequence[Stage], total_bytes: int) -> int:
+    """Every reserve on a device, and the budgets that are written, of the stages that use it."""
     budgets = (budget_bytes(stage.demand, total_bytes) for stage in here if stage.demand is not None)
     return sum(budget or 0 for budget in budgets) + len(here) * deployment.reserve_bytes
 

@@ -219,6 +219,12 @@ class DisturbedError(StageError):
     retry = True
 
 
+class RememberedPlanError(StageError):
+    """What an earlier boot had measured does not hold for this one."""
+
+    retry = True
+
+
 class UsageError(PlainError):
     """The command line asks for something that does not exist or does not go together."""
 

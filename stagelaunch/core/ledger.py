@@ -34,6 +34,7 @@ class Source(StrEnum):
     ESTIMATE = "estimated from trial captures"
     CORRECTED = "estimated, and corrected by what an earlier capture took"
     MEASURED = "measured"
+    REMEMBERED = "remembered from an earlier boot"
     FORECAST = "forecast from the checkpoint"
     ASSUMED = "assumed"
     RULE = "rule"
@@ -174,11 +175,16 @@ def fill_ledger(
     margin = Term(margin_bytes(budget.size_bytes), Source.RULE)
     spent = sum(t.size_bytes for t in (context, weights, activations, non_torch, graphs, margin))
     block_bytes = 0 if layout is None else layout.block_bytes
-    num_blocks = max(budget.size_bytes - spent, 0) // block_bytes if block_bytes else 0
+    num_blocks = whole_blocks(budget.size_bytes - spent, block_bytes)
     kv = Term(num_blocks * block_bytes, Source.NONE if layout is None else Source.RULE)
     return Ledger(
         budget, context, weights, activations, non_torch, graphs, margin, kv, num_blocks, block_bytes, graphs.size_bytes
     )
+
+
+def whole_blocks(left_bytes: int, block_bytes: int) -> int:
+    """How many KV blocks fit in what a budget leaves; 0 for a stage without KV cache."""
+    return max(left_bytes, 0) // block_bytes if block_bytes else 0
 
 
 def shortage(ledger: Ledger, layout: KVLayout | None, max_model_len: int, total_bytes: int) -> str | None:

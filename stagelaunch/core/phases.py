@@ -49,7 +49,12 @@ STEPS: tuple[Step, ...] = (
     Step(Phase.LOAD, "allocate the parameters", LockMode.SHARED, "changes device memory"),
     Step(Phase.LOAD, "read the weights into them", LockMode.NONE, "fills memory that is already counted"),
     Step(Phase.PROFILE, "warm up with the largest batch", LockMode.SHARED, "compiles, tunes, creates workspaces"),
-    Step(Phase.PROFILE, "run it again and measure", LockMode.EXCLUSIVE, "measures; must not be disturbed"),
+    Step(
+        Phase.PROFILE,
+        "run it again and measure",
+        LockMode.EXCLUSIVE,
+        "must not be disturbed (--reuse-plan: not run)",
+    ),
     Step(Phase.SIZE, "size the KV cache", LockMode.NONE, "arithmetic"),
     Step(Phase.ALLOCATE, "check free memory, then allocate", LockMode.EXCLUSIVE, "check and act as one"),
     Step(Phase.CAPTURE, "capture the graphs, one by one", LockMode.SHARED, "changes device memory"),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from stagelaunch.core.admission import (
     DeviceVerdict,
@@ -96,9 +97,11 @@ class Plan:
 
     def auto_budget_bytes(self, stage: Stage) -> int | None:
         """The budget that was worked out for a stage; None for one that has its own."""
-        if stage.demand is not None:
-            return None
-        return _budget_bytes(stage, stage.device_indices[0], [device.verdict for device in self.devices])
+        return None if stage.demand is not None else self._demands.get((stage.device_indices[0], stage.id))
+
+    @cached_property
+    def _demands(self) -> Mapping[tuple[int, int], int | None]:
+        return _demands([device.verdict for device in self.devices])
 
     @property
     def fits(self) -> bool:
@@ -136,7 +139,8 @@ def make_plan(
     known = [verdict for verdict in verdicts if verdict.total_bytes is not None]
     findings = {**admission_findings(verdicts), **(absent or {})}
     over_full = [findings[verdict.device] for verdict in known if verdict.device in findings]
-    stages = tuple(_stage_plan(stage, weights_bytes or {}, forecasts, verdicts) for stage in deployment.stages)
+    demands = _demands(verdicts)
+    stages = tuple(_stage_plan(stage, weights_bytes or {}, forecasts, demands) for stage in deployment.stages)
     now = () if free_bytes is None else free_verdicts(verdicts, free_bytes, holders or {}, claims or {})
     # Only of devices that could do: the others have their finding already.
     fitting_now = [free for free in now if free.verdict.fits]
@@ -208,10 +212,13 @@ def _in_the_way(plan: Plan) -> frozenset[str]:
 
 
 def _stage_plan(
-    stage: Stage, weights_bytes: Mapping[int, int], forecasts: Forecasts, verdicts: Sequence[DeviceVerdict]
+    stage: Stage,
+    weights_bytes: Mapping[int, int],
+    forecasts: Forecasts,
+    demands: Mapping[tuple[int, int], int | None],
 ) -> StagePlan:
     need = forecasts.needs.get(stage.id)
-    budget_bytes = _budget_bytes(stage, stage.device_indices[0], verdicts)
+    budget_bytes = demands.get((stage.device_indices[0], stage.id))
     ledger = None
     if need is not None and budget_bytes is not None:
         ledger = forecast_ledger(Term(budget_bytes, _budget_source(stage)), need, forecasts.context)
@@ -233,9 +240,11 @@ def _budget_source(stage: Stage) -> Source:
     return Source.CONFIG_BUDGET if stage.utilization is None else Source.CONFIG_UTILIZATION
 
 
-def _budget_bytes(stage: Stage, device: int, verdicts: Sequence[DeviceVerdict]) -> int | None:
-    demands = (demand for verdict in verdicts if verdict.device == device for demand in verdict.demands)
-    return next((demand.budget_bytes for demand in demands if demand.stage_id == stage.id), None)
+def _demands(verdicts: Sequence[DeviceVerdict]) -> dict[tuple[int, int], int | None]:
+    """What each stage asks of each of its devices: by device and stage."""
+    return {
+        (verdict.device, demand.stage_id): demand.budget_bytes for verdict in verdicts for demand in verdict.demands
+    }
 
 
 def _too_tight(stages: Sequence[Stage], planned: Sequence[StagePlan], verdicts: Sequence[DeviceVerdict]) -> list[str]:

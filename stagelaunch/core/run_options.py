@@ -30,3 +30,5 @@ class RunOptions:
     quiet: bool = False
     """What the stages write to their logs is not shown."""
     service: ServiceLink = NO_SERVICE
+    reuse_plan: bool = False
+    """Stages boot by what an earlier boot of the same plan has measured."""

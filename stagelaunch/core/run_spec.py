@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from stagelaunch.core.engine_spec import EngineSpec, spec_from_json
 from stagelaunch.core.inventory import SimulatedMachine
+from stagelaunch.core.ledger import Ledger
+from stagelaunch.core.messages import ledger_from_json
 
 
 @dataclass(frozen=True)
@@ -41,6 +43,17 @@ class StageRun:
     """``budget_bytes`` was worked out, not written."""
     graphs_correction_bytes: int = 0
     """What an earlier capture of this stage took beyond its estimate, and 5 % more."""
+    grounds: Mapping[str, str] = field(default_factory=dict)
+    """What everything that is measured of the stage rests on, by name."""
+    remembered: Ledger | None = None
+    """What an earlier boot on the same grounds ended with."""
+    reuse_plan: bool = False
+    """Boot by what is remembered."""
+
+    @property
+    def plan(self) -> Ledger | None:
+        """What to boot by instead of measuring; None: measure."""
+        return self.remembered if self.reuse_plan else None
 
 
 def runs_to_json(runs: tuple[StageRun, ...]) -> str:
@@ -72,4 +85,6 @@ def _stage_run(body: dict[str, Any]) -> StageRun:
         totals = {int(index): int(total) for index, total in machine["total_bytes"].items()}
         machine = SimulatedMachine(**{**machine, "path": Path(machine["path"]), "total_bytes": totals})
     paths = {name: Path(body[name]) for name in ("lock_dir", "log_path")}
-    return StageRun(**{**body, **paths, "machine": machine, "spec": spec_from_json(body["spec"])})
+    remembered = None if body["remembered"] is None else ledger_from_json(body["remembered"])
+    known = {**paths, "machine": machine, "remembered": remembered}
+    return StageRun(**{**body, **known, "spec": spec_from_json(body["spec"])})

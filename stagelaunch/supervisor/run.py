@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import signal
 import time
 from collections.abc import Iterator
@@ -21,10 +22,11 @@ from stagelaunch.core.outcome import Outcome
 from stagelaunch.core.run_options import RunOptions
 from stagelaunch.core.run_spec import runs_to_json
 from stagelaunch.core.units import format_duration, format_size
-from stagelaunch.supervisor import corrections
+from stagelaunch.supervisor import remembered
 from stagelaunch.supervisor.admission import Admitted, admit, refuse_if_claimed
 from stagelaunch.supervisor.endings import note_begin, note_ending, note_outcome
 from stagelaunch.supervisor.events import EventLog
+from stagelaunch.supervisor.grounds import with_grounds
 from stagelaunch.supervisor.leftovers import clear_leftovers
 from stagelaunch.supervisor.notify import NotifySocket
 from stagelaunch.supervisor.reload import reload_file
@@ -168,12 +170,23 @@ class _Rounds:
         _say_what_is_forecast(loaded.deployment, self._listener)
         self._service.admitting(wait_s or 0.0)
         admitted = await admit(loaded, self._machine, runtime, lock_dir, held, patience)
-        admitted = _with_corrections(admitted, runtime, self._listener)
+        admitted = await self._with_what_is_remembered(admitted)
         note_begin(runtime)
         with writable(runtime.directory):
             write_atomically(runtime.run_file, runs_to_json(admitted.runs))
             runtime.write_state("booting", config=str(loaded.path))
         return lock_dir, admitted
+
+    async def _with_what_is_remembered(self, admitted: Admitted) -> Admitted:
+        runs = await asyncio.to_thread(with_grounds, admitted.runs, admitted.devices, os.environ)
+        recalled = remembered.recall(self._runtime.remembered, runs, reuse=self._options.reuse_plan)
+        for remark in recalled.remarks:
+            self._say(remark)
+        for run in recalled.runs:
+            if run.graphs_correction_bytes and run.plan is None:
+                size = format_size(run.graphs_correction_bytes)
+                self._say(f"{run.name}: {size} less KV cache than estimated: an earlier boot found its graphs larger")
+        return replace(admitted, runs=recalled.runs)
 
     async def _until_restart(self, ended: Outcome) -> bool:
         """True when the whole is to be started again, once its pause is over; False when it is not.
@@ -226,17 +239,6 @@ def _exit_code(error: BaseException) -> int | None:
             return int(ExitCode.INTERRUPTED)
         case _:
             return None
-
-
-def _with_corrections(admitted: Admitted, runtime: Runtime, listener: Listener) -> Admitted:
-    runs, remarks = corrections.recall(runtime.corrections, admitted.runs)
-    for remark in remarks:
-        listener.say(remark)
-    for run in runs:
-        if run.graphs_correction_bytes:
-            size = format_size(run.graphs_correction_bytes)
-            listener.say(f"{run.name}: {size} less KV cache than estimated: an earlier boot found its graphs larger")
-    return replace(admitted, runs=runs)
 
 
 def _cancel_on_signals() -> None:

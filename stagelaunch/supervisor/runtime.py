@@ -4,7 +4,7 @@ RUNTIME/NAME/lock          held by the supervisor for life
 RUNTIME/NAME/state.json    who it is, or how the last run ended
 RUNTIME/NAME/control.sock  where it answers
 RUNTIME/NAME/run.json      what its workers were told
-RUNTIME/NAME/corrections.json  what captures took beyond their estimate, for the next boot
+RUNTIME/NAME/remembered.json  what boots have measured and learnt about their stages, for the next boot
 RUNTIME/NAME/error.json    why the last run failed, who failed first; not there when it did not
 RUNTIME/NAME/timeline.json  when each stage did what in the last run that started one, as far as it was written
 RUNTIME/NAME/stacks.log    the supervisor's threads, at each SIGQUIT
@@ -98,9 +98,9 @@ class Runtime:
         return self.directory / "run.json"
 
     @property
-    def corrections(self) -> Path:
-        """What earlier boots have learnt about the graphs of their stages."""
-        return self.directory / "corrections.json"
+    def remembered(self) -> Path:
+        """What earlier boots have measured and learnt about their stages."""
+        return self.directory / "remembered.json"
 
     @property
     def error(self) -> Path:

@@ -11,7 +11,7 @@ import contextlib
 import errno
 import itertools
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from signal import SIGKILL, SIGTERM
 from typing import Any
 
@@ -22,16 +22,15 @@ from stagelaunch.core.errors import ExitCode, StagelaunchError
 from stagelaunch.core.events import EventKind, News
 from stagelaunch.core.failure import StageFailure
 from stagelaunch.core.launch import LaunchResult, LaunchState
-from stagelaunch.core.ledger import correction_bytes
 from stagelaunch.core.narrate import narrate
 from stagelaunch.core.phases import Phase
 from stagelaunch.core.restarts import RestartBudget
-from stagelaunch.core.run_spec import StageRun, runs_to_json
+from stagelaunch.core.run_spec import StageRun
 from stagelaunch.core.stop_plan import KILL_WAIT_S
-from stagelaunch.core.units import format_duration, format_size
-from stagelaunch.supervisor import corrections
+from stagelaunch.core.units import format_duration
 from stagelaunch.supervisor.forkserver import Forkservers
-from stagelaunch.supervisor.runtime import Runtime, write_atomically
+from stagelaunch.supervisor.lessons import Lessons
+from stagelaunch.supervisor.runtime import Runtime
 from stagelaunch.supervisor.stage import Stage
 from stagelaunch.supervisor.stage_process import Listener, StageProcess
 from stagelaunch.supervisor.timeline import TimelineRecorder
@@ -82,6 +81,7 @@ class Supervisor:
         self._runtime = runtime
         self._hooks = hooks
         self._say = hooks.say
+        self._lessons = Lessons(runtime, self._stages, self._say_of)
         self._state: LaunchState = launch.initial_state(policy)
         self._finished: asyncio.Future[LaunchResult] = self._loop.create_future()
         self._wake: asyncio.TimerHandle | None = None
@@ -245,9 +245,11 @@ class Supervisor:
             self.ready_at_s = self._loop.time()
             self._hooks.on_event(News(EventKind.READY, more={"boot_s": self.ready_at_s - self.began_s}))
             self._hooks.on_ready()
+            self._lessons.keep()
         elif self._state.is_ready and not before.is_ready:
             self._hooks.on_event(News(EventKind.READY))
             self._say("every stage is ready again")
+            self._lessons.keep()
 
     def _tell_changes(self, before: LaunchState) -> None:
         for stage_id, granted in self._state.restarts.items():
@@ -389,40 +391,16 @@ class Supervisor:
     def _on_failed(self, stage: Stage, message: m.Failed) -> None:
         stage.told_failure = True
         failure = stage.reported(message, self._loop.time())
-        learnt = self._learn(stage, message)
-        if message.retry and learnt and self._state.may_retry(stage.run.stage_id):
+        differently = self._lessons.learn(stage, message)
+        if differently is not None and self._state.may_retry(stage.run.stage_id):
             self._say_of(stage, f"failed in {message.phase}: {message.text}")
-            less = ", with less KV cache" if message.overshoot_bytes else ""
-            self._say_of(stage, f"is started once more in a fresh process{less}")
+            self._say_of(stage, f"is started once more in a fresh process{differently}")
             self._hooks.on_event(events.of_failure(failure))
             self._tell_of(stage, EventKind.RESTARTING, reason=failure.summary)
             found = self._as_first(stage, failure)
             self._dispatch(launch.StageNeedsRetry(stage.run.stage_id, found, self._loop.time()))
             return
         self._fail(stage, failure)
-
-    def _learn(self, stage: Stage, message: m.Failed) -> bool:
-        """Keep for the stage's next process, and for the next boot, what this one was over.
-
-        False where its next process could not be told.
-        """
-        if not message.overshoot_bytes:
-            return True
-        correction = stage.run.graphs_correction_bytes + correction_bytes(message.overshoot_bytes)
-        stage.run = replace(stage.run, graphs_correction_bytes=correction)
-        runs = tuple(each.run for each in self._stages.values())
-        size = format_size(correction)
-        self._say_of(stage, f"gets {size} less KV cache than estimated from now on")
-        try:
-            corrections.remember(self._runtime.corrections, runs)
-        except OSError as error:
-            self._say_of(stage, f"which cannot be kept for the next boot: {error.strerror}")
-        try:
-            write_atomically(self._runtime.run_file, runs_to_json(runs))
-        except OSError as error:
-            self._say_of(stage, f"which its next process cannot be told: {error.strerror}")
-            return False
-        return True
 
     def _fail(self, stage: Stage, failure: StageFailure) -> None:
         self._say_of(stage, f"FAILED in {failure.phase}: {failure.summary}")

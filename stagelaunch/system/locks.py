@@ -26,6 +26,7 @@ from typing import Any, Literal
 from stagelaunch.core.errors import LockDirectoryError, LockTimeoutError
 from stagelaunch.core.phases import LockMode
 from stagelaunch.core.units import format_duration
+from stagelaunch.system.letting_go import LettingGo
 from stagelaunch.system.records import (
     PAUSE_FIRST_S,
     PAUSE_GROWTH,
@@ -219,13 +220,16 @@ class _Request:
 
     def take(self, uuid: str, held: ExitStack) -> None:
         """Lock one device. Whatever is taken is on ``held`` before it is taken, so no interrupt can lose it."""
+        # The first to be taken, the last to be given back, which takes its time: nobody may wait for that.
+        letting_go = LettingGo()
+        held.callback(letting_go.close)
         gate = LockFile(gate_path(self.directory, uuid))
         held.callback(gate.release)
-        self._lock(gate, fcntl.LOCK_EX, uuid)
+        self._lock(gate, fcntl.LOCK_EX, uuid, letting_go)
         data = LockFile(data_path(self.directory, uuid))
         held.callback(data.release)
         exclusive = self.mode is LockMode.EXCLUSIVE
-        self._lock(data, fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH, uuid)
+        self._lock(data, fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH, uuid, letting_go)
         if exclusive:
             # Whatever record is left can only be of the dead: look, and with that remove them.
             holders(self.directory, uuid)
@@ -235,20 +239,24 @@ class _Request:
         if not exclusive:
             gate.release()
 
-    def _lock(self, file: LockFile, operation: int, uuid: str) -> None:
+    def _lock(self, file: LockFile, operation: int, uuid: str, letting_go: LettingGo) -> None:
         if file.attempt(operation):
             return
         with ExitStack() as waiting:
             record = self._record(uuid, "waiter", self.since_s)
             waiting.callback(record.close)
             record.publish()
+            # From before the next try on: whoever lets go until then lets that try succeed.
+            letting_go.listen(file.path)
+            waiting.callback(letting_go.ignore)
             self._announce(uuid)
             pause_s = PAUSE_FIRST_S
             while (left_s := self.deadline_s - self.clock()) > 0:
-                time.sleep(min(pause_s, left_s))
+                heard = letting_go.wait(min(pause_s, left_s))
                 if file.attempt(operation):
                     return
-                pause_s = min(pause_s * PAUSE_GROWTH, PAUSE_MAX_S)
+                # The lock of a process that is dying goes a moment after its file: then look again soon.
+                pause_s = PAUSE_FIRST_S if heard else min(pause_s * PAUSE_GROWTH, PAUSE_MAX_S)
         raise LockTimeoutError(self._timeout_text(uuid))
 
     def _announce(self, uuid: str) -> None:

@@ -22,7 +22,8 @@ from typing import Any
 from stagelaunch.core.errors import LockDirectoryError
 
 PAUSE_FIRST_S, PAUSE_MAX_S, PAUSE_GROWTH = 0.002, 0.010, 1.5
-"""Polled, because a blocking flock takes no deadline. The last pause bounds the hand-over latency."""
+"""Polled, because a blocking flock takes no deadline. The last pause bounds the hand-over latency where nobody hears
+that the lock was let go of."""
 
 _UUID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_:-]{0,127}")
 # Anyone may write to the directory: never follow a planted link, never block on a planted FIFO.
@@ -42,6 +43,11 @@ class LockFile:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._fd = -1
+
+    @property
+    def path(self) -> Path:
+        """Where it is."""
+        return self._path
 
     def attempt(self, operation: int) -> bool:
         """Try once, without waiting. True: locked, and the path still names the locked file."""

@@ -13,9 +13,10 @@ from dataclasses import replace
 import torch
 
 from stagelaunch.core.attribution import VERIFY_BYTES
-from stagelaunch.core.errors import BudgetOvershootError, BudgetTooSmallError, StageError
+from stagelaunch.core.errors import BudgetOvershootError, BudgetTooSmallError, RememberedPlanError, StageError
 from stagelaunch.core.ledger import KVLayout, Ledger, Source, Term, estimate_graphs, figures, fill_ledger, shortage
 from stagelaunch.core.phases import LockMode, Phase
+from stagelaunch.core.remembered import Readings, broken, outgrown, same_activations, sized_by, unusable
 from stagelaunch.core.run_spec import StageRun
 from stagelaunch.core.units import format_size
 from stagelaunch.devices.base import Device
@@ -57,9 +58,25 @@ class Boot:
             context = self._create_context()
         with reporter.phase(Phase.LOAD):
             self._load()
-        with reporter.phase(Phase.PROFILE):
+        measure.freeze()
+        plan = self._usable_plan(context)
+        ledger = self._measured(context) if plan is None else self._recalled(plan, context)
+        with reporter.phase(Phase.ALLOCATE), self._lock(LockMode.EXCLUSIVE):
+            ledger = replace(ledger, kv=self._allocate(ledger))
+        with reporter.phase(Phase.CAPTURE):
+            graphs = self._capture(ledger.graphs_estimate_bytes)
+            ledger = replace(ledger, graphs=graphs, held_bytes=self._memory.held_bytes())
+            if plan is not None:
+                _refuse_plan(broken(plan, ledger))
+        self._check_budget(ledger)
+        reporter.ledger(ledger, final=True)
+        return ledger
+
+    def _measured(self, context: Term) -> Ledger:
+        """Everything measured, and the KV cache sized by it."""
+        with self._reporter.phase(Phase.PROFILE):
             weights, activations, non_torch, graphs = self._profile()
-        with reporter.phase(Phase.SIZE):
+        with self._reporter.phase(Phase.SIZE):
             layout = self._engine.kv_layout
             ledger = fill_ledger(
                 budget=self._budget(),
@@ -71,15 +88,56 @@ class Boot:
                 layout=layout,
             )
             self._check_size(ledger, layout)
-            reporter.ledger(ledger, final=False)
-        with reporter.phase(Phase.ALLOCATE), self._lock(LockMode.EXCLUSIVE):
-            ledger = replace(ledger, kv=self._allocate(ledger))
-        with reporter.phase(Phase.CAPTURE):
-            graphs = self._capture(ledger.graphs_estimate_bytes)
-            ledger = replace(ledger, graphs=graphs, held_bytes=self._memory.held_bytes())
-        self._check_budget(ledger)
-        reporter.ledger(ledger, final=True)
+            self._reporter.ledger(ledger, final=False)
         return ledger
+
+    def _usable_plan(self, context: Term) -> Ledger | None:
+        """What to boot by instead of measuring; None: measure, and say why in the log."""
+        plan = self._run.plan
+        if plan is None:
+            return None
+        device = self._device
+        why = unusable(
+            plan,
+            self._budget().size_bytes,
+            self._engine.kv_layout,
+            context.size_bytes,
+            device.free_bytes(),
+            device.memory().reserved_bytes,
+        )
+        if why is None:
+            return plan
+        print(f"measures, although its plan is remembered: {why}", flush=True)
+        return None
+
+    def _recalled(self, plan: Ledger, context: Term) -> Ledger:
+        """The KV cache sized by the plan, after one run of the largest batch: captures need what that creates."""
+        # Shared: no reading below has a neighbour in it, and a neighbour that measures is not disturbed. Where the
+        # driver tells nothing of this process, what libraries take is a change of free memory: then nobody else.
+        untold = self._memory.grown() is None
+        with (
+            self._reporter.phase(Phase.PROFILE),
+            self._lock(LockMode.EXCLUSIVE if untold else LockMode.SHARED),
+        ):
+            readings = self._readings(plan, untold=untold)
+            _refuse_plan(outgrown(plan, readings))
+        with self._reporter.phase(Phase.SIZE):
+            ledger = sized_by(plan, self._budget(), context, readings)
+            self._reporter.ledger(ledger, final=False)
+        return ledger
+
+    def _readings(self, plan: Ledger, *, untold: bool) -> Readings:
+        if untold:
+            self._memory.begin_window()
+        activations = measure.warm_up(self._engine, self._device)
+        if not same_activations(plan, activations):
+            # What it did for the first time only is no part of the plan: that was measured with a second run.
+            activations = measure.activations(self._engine, self._device)
+        weights = measure.resident(self._device)
+        non_torch = self._memory.non_torch() if untold else self._memory.grown()
+        if non_torch is None:
+            raise RememberedPlanError("cannot boot by its remembered plan: the driver tells its memory no more")
+        return Readings(weights, activations, non_torch)
 
     @contextmanager
     def _lock(self, mode: LockMode) -> Iterator[None]:
@@ -150,7 +208,8 @@ class Boot:
     def _capture_one(self, size: int) -> int:
         """Capture one size; the bytes it took, by the driver's figure of this process or else by the allocator's."""
         held_before, reserved_before = self._memory.held_bytes(), self._device.memory().reserved_bytes
-        self._engine.capture(size)
+        with measure.collector_off():
+            self._engine.capture(size)
         measure.settle(self._device)
         held_after, reserved_after = self._memory.held_bytes(), self._device.memory().reserved_bytes
         if held_before is None or held_after is None:
@@ -214,3 +273,8 @@ class Boot:
                 f"graphs",
                 over if ledger.block_bytes else 0,
             )
+
+
+def _refuse_plan(why: str | None) -> None:
+    if why is not None:
+        raise RememberedPlanError(f"cannot boot by its remembered plan: {why}; it is forgotten, and measured anew")

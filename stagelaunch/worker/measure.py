@@ -7,7 +7,8 @@ By the allocator's own counters, so that no neighbour shows in them. Called by `
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 from stagelaunch.core.ledger import Source, Term
 from stagelaunch.devices.base import Device
@@ -31,10 +32,17 @@ def resident(device: Device) -> Term:
     return Term(memory.reserved_bytes, Source.ALLOCATOR, memory.allocated_bytes)
 
 
-def warm_up(engine: Engine, device: Device) -> None:
-    """Run the largest batch once: it pays for lazily created workspaces and compiled kernels."""
+def warm_up(engine: Engine, device: Device) -> Term:
+    """Run the largest batch once: it pays for lazily created workspaces and compiled kernels.
+
+    By how much reserved bytes fell when it was over: its activations, and what was done for the first time only.
+    """
+    device.reset_peak()
     engine.run_largest_batch()
+    device.synchronize()
+    peak_bytes = device.memory().peak_reserved_bytes
     settle(device)
+    return Term(max(peak_bytes - device.memory().reserved_bytes, 0), Source.PROFILE)
 
 
 def activations(engine: Engine, device: Device) -> Term:
@@ -50,6 +58,24 @@ def activations(engine: Engine, device: Device) -> Term:
         Source.PROFILE,
         max(peak.peak_allocated_bytes - base.allocated_bytes, 0),
     )
+
+
+def freeze() -> None:
+    """What is there now, a loaded model, is there for good: later collections need not look at it."""
+    gc.collect()
+    gc.freeze()
+
+
+@contextmanager
+def collector_off() -> Iterator[None]:
+    """No garbage is collected inside: what that frees, and when, breaks a capture. ``settle`` collects between two."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def trial_captures(engine: Engine, sizes: Sequence[int], capture: Callable[[int], int]) -> list[int]:

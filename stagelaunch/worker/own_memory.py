@@ -58,6 +58,17 @@ class OwnMemory:
             return None
         return _figure(self._device.process_table(), self.identity) or None
 
+    def grown(self) -> Term | None:
+        """What the process took besides its context and its allocator, by the driver's figure; None without one.
+
+        Whoever else changes the device does not show in it.
+        """
+        held_bytes = self.held_bytes()
+        if self.identity is None or held_bytes is None:
+            return None
+        grown_bytes = held_bytes - self._device.memory().reserved_bytes - self._context_bytes
+        return Term(max(grown_bytes, 0), self.identity.source)
+
     def begin_window(self) -> None:
         """From here to ``non_torch`` nobody else may change the device. Needed only where there is no ``identity``."""
         self._window = self._look()
@@ -69,10 +80,8 @@ class OwnMemory:
         DisturbedError when somebody else changed the device meanwhile, or a driver that told the figure does so no
         more; StageError when free memory cannot be read.
         """
-        held_bytes = self.held_bytes()
-        if self.identity is not None and held_bytes is not None:
-            grown_bytes = held_bytes - self._device.memory().reserved_bytes - self._context_bytes
-            return Term(max(grown_bytes, 0), self.identity.source)
+        if (grown := self.grown()) is not None:
+            return grown
         before, after = self._window, self._look()
         if before is None:
             raise DisturbedError(

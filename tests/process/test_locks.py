@@ -25,6 +25,7 @@ import pytest
 
 from stagelaunch.core.errors import LockDirectoryError, LockTimeoutError
 from stagelaunch.core.phases import LockMode
+from stagelaunch.system.letting_go import LettingGo
 from stagelaunch.system.locks import (
     DeviceLocks,
     Holder,
@@ -286,6 +287,37 @@ def test_hand_over_is_prompt(
     assert median_s < 0.05
 
 
+@pytest.mark.parametrize("mode", ["exclusive", "shared"])
+def test_whoever_waits_is_told_and_does_not_only_look_now_and_then(
+    directory: LockDirectory, spawn: Spawn, monkeypatch: pytest.MonkeyPatch, mode: str
+) -> None:
+    for pause in ("PAUSE_FIRST_S", "PAUSE_MAX_S"):
+        monkeypatch.setattr(f"stagelaunch.system.locks.{pause}", ANSWER_S)
+    holder = spawn().hold(mode)
+
+    def let_go(_: object) -> None:
+        holder.tell("release")
+
+    began_s = time.monotonic()
+    with mine(directory).hold(LockMode.EXCLUSIVE, phase="profile", timeout_s=2 * ANSWER_S, on_wait=let_go):
+        assert time.monotonic() - began_s < ANSWER_S / 2
+
+
+def test_without_inotify_it_looks_now_and_then(
+    directory: LockDirectory, spawn: Spawn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Exhausted:
+        def inotify_init1(self, flags: int) -> int:
+            return -1
+
+    monkeypatch.setattr("stagelaunch.system.letting_go._libc", Exhausted)
+    holder = spawn().hold("exclusive")
+    with mine(directory).hold(
+        LockMode.SHARED, phase="load", timeout_s=ANSWER_S, on_wait=lambda _: holder.tell("release")
+    ):
+        pass
+
+
 # Death and forks
 
 
@@ -464,7 +496,7 @@ def test_a_waiter_does_not_overtake_the_holder_of_a_replaced_file(
     path = data_path(directory.path, GPU)
     pauses: list[float] = []
 
-    def pause(duration_s: float) -> None:
+    def pause(_: LettingGo, duration_s: float) -> bool:
         pauses.append(duration_s)
         if len(pauses) == 1:
             path.unlink()
@@ -472,8 +504,9 @@ def test_a_waiter_does_not_overtake_the_holder_of_a_replaced_file(
         if len(pauses) == 4:
             holder.tell("release")
             holder.expect("released")
+        return False
 
-    monkeypatch.setattr(time, "sleep", pause)
+    monkeypatch.setattr(LettingGo, "wait", pause)
     with mine(directory).hold(LockMode.EXCLUSIVE, phase="profile", timeout_s=ANSWER_S):
         assert len(pauses) >= 4
         assert is_locked(path)

@@ -374,3 +374,9 @@ def test_a_replay_is_complete_when_it_returns(device):
     x.fill_(41)
     graph.replay()
     assert graph.outputs[0].cpu().tolist() == [42] * 8
+
+
+def test_a_capture_runs_the_step_once_eagerly_and_once_to_record_it(device):
+    runs = []
+    device.capture(lambda x: (runs.append(0) or x + 1,), (resident(device, 4),), device.new_graph_pool())
+    assert len(runs) == 2

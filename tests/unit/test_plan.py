@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -8,9 +9,11 @@ import pytest
 
 from stagelaunch.cli.plan import parse_device_totals
 from stagelaunch.config_file import load_deployment
+from stagelaunch.core.budgets import Forecasts, context_term
 from stagelaunch.core.claims import Claim, Holder
 from stagelaunch.core.config import Deployment, to_raw
 from stagelaunch.core.errors import DoesNotFitNowError, NeverFitsError, NoDeviceError, UsageError
+from stagelaunch.core.need import StageNeed
 from stagelaunch.core.phases import STEPS
 from stagelaunch.core.plan import make_plan, refusal
 from stagelaunch.core.plan_json import plan_to_json
@@ -209,3 +212,37 @@ def test_device_totals() -> None:
 def test_device_totals_that_are_none(texts: list[str]) -> None:
     with pytest.raises(UsageError, match="write 80GiB, or 0=80GiB,1=141GiB"):
         parse_device_totals(texts, [0, 1])
+
+
+def work_for(count: int, budget: dict[str, Any]) -> int:
+    """How many lines are run, jumps back counted, while so many stages, two to a device, are planned."""
+    given = {"devices": [0], "utilization": None, "budget": None, **budget}
+    stages = [
+        H100.stages[1].model_copy(update={**given, "id": n, "name": f"s{n}", "devices": (n // 2,)})
+        for n in range(count)
+    ]
+    deployment = H100.model_copy(update={"stages": tuple(stages)})
+    needs = dict.fromkeys(range(count), StageNeed(GIB, GIB, GIB, None))
+    totals = dict.fromkeys(range(count // 2), 80 * GIB)
+    events = 0
+
+    def count_event(*_: object) -> Any:
+        nonlocal events
+        events += 1
+        return count_event
+
+    tracer = sys.gettrace()
+    sys.settrace(count_event)
+    try:
+        plan = make_plan(deployment, totals, forecasts=Forecasts(context_term(None), needs), free_bytes=totals)
+        budgets = [plan.auto_budget_bytes(stage) for stage in deployment.stages]
+    finally:
+        sys.settrace(tracer)
+    assert plan.fits
+    assert len(budgets) == count
+    return events
+
+
+@pytest.mark.parametrize("budget", [{"utilization": 0.4}, {"budget": "auto"}], ids=str)
+def test_planning_a_stage_costs_the_same_however_many_there_are(budget: dict[str, Any]) -> None:
+    assert work_for(1000, budget) < 12 * work_for(100, budget)

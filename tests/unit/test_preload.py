@@ -6,7 +6,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
-from test_corrections import RUN
+from test_remembered import RUN
 
 from stagelaunch.core.preload import CUDA_NODE, Preload, preload_for, unfit
 

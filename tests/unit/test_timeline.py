@@ -270,7 +270,8 @@ def test_the_file_is_of_this_run_at_once_follows_it_and_outlives_it(
         monkeypatch.setattr(recording, "write_atomically", lambda *what: (write_it(*what), written.set()))
         now_s = asyncio.get_running_loop().time
         for stage_id in (0, 1):
-            recorder.started(run_of(f"stage{stage_id}", stage_id), 7, now_s())
+            recorder.started(run_of(f"stage{stage_id}", stage_id), now_s())
+            recorder.runs(stage_id, 7)
         recorder.heard(0, m.PhaseBegan(Phase.IMPORT, now_s()))
         await written.wait()
         assert [len(attempt.phases) for attempt in recorded(path).attempts] == [2, 1]
@@ -280,7 +281,8 @@ def test_the_file_is_of_this_run_at_once_follows_it_and_outlives_it(
         assert recorded(path).boot_s == recorded(path).attempts[1].ready_s
         for pid in (8, 9, 10):
             recorder.over(0, "SIGKILL")
-            recorder.started(run_of("stage0", 0), pid, now_s())
+            recorder.started(run_of("stage0", 0), now_s())
+            recorder.runs(0, pid)
         recorder.heard(0, m.Ready(now_s()))
         path.unlink()
         path.mkdir()
