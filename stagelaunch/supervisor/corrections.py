@@ -15,13 +15,16 @@ from stagelaunch.core.run_spec import StageRun, runs_to_json
 from stagelaunch.supervisor.runtime import write_atomically
 from stagelaunch.system.regular import read_regular
 
-_IRRELEVANT = ("deployment", "claim_id", "lock_dir", "lock_timeout_s", "log_path", "graphs_correction_bytes")
-"""Parts of a run that do not change what its graphs take."""
+_IRRELEVANT = ("deployment", "claim_id", "lock_dir", "lock_timeout_s", "log_path", "graphs_correction_bytes",
+    "plan_file", "reading",
+)  # fmt: skip
+"""Parts of a run, or of its spec, that do not change what its graphs take."""
 
 
 def plan_key(run: StageRun) -> str:
     """The same for two runs of one plan: same stage, device, budget, engine and settings."""
     (body,) = json.loads(runs_to_json((run,)))
+    body["spec"] = {name: value for name, value in body["spec"].items() if name not in _IRRELEVANT}
     relevant = {name: value for name, value in body.items() if name not in _IRRELEVANT}
     return hashlib.sha256(json.dumps(relevant, sort_keys=True).encode()).hexdigest()
 

@@ -4,6 +4,7 @@ RUNTIME/NAME/lock          held by the supervisor for life
 RUNTIME/NAME/state.json    who it is, or how the last run ended
 RUNTIME/NAME/control.sock  where it answers
 RUNTIME/NAME/run.json      what its workers were told
+RUNTIME/NAME/weights/STAGE.json  what each worker reads of the checkpoint
 RUNTIME/NAME/corrections.json  what captures took beyond their estimate, for the next boot
 RUNTIME/NAME/error.json    why the last run failed, who failed first; not there when it did not
 RUNTIME/NAME/stacks.log    the supervisor's threads, at each SIGQUIT
@@ -94,6 +95,10 @@ class Runtime:
     def run_file(self) -> Path:
         """What the workers were told."""
         return self.directory / "run.json"
+
+    def weight_plan(self, stage: str) -> Path:
+        """What a stage's worker reads of the checkpoint."""
+        return self.directory / "weights" / f"{stage}.json"
 
     @property
     def corrections(self) -> Path:

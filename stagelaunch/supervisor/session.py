@@ -41,11 +41,13 @@ from stagelaunch.supervisor.events import EventLog
 from stagelaunch.supervisor.keeper import Keeper
 from stagelaunch.supervisor.logs import StageLogs
 from stagelaunch.supervisor.own_run import sweep_strays
+from stagelaunch.supervisor.prefetch import Prefetch
 from stagelaunch.supervisor.reload import reload_file
 from stagelaunch.supervisor.runtime import Runtime, write_atomically
 from stagelaunch.supervisor.service import ServiceNotifier
 from stagelaunch.supervisor.status import deployment_state, health_body, stage_bodies, status_body
 from stagelaunch.supervisor.supervisor import Hooks, Supervisor
+from stagelaunch.supervisor.weight_plans import write_plans
 from stagelaunch.system import log_file, tree
 from stagelaunch.system.locks import LockDirectory, sweep
 
@@ -103,6 +105,7 @@ class Session:
         self.asked_to_stop = False
         """By anybody, also when every stage was over already."""
         self._tasks: set[asyncio.Task[None]] = set()
+        self._prefetch = Prefetch.of(self._deployment, admitted.weight_plans)
         hooks = Hooks(self._say, self._on_ready, self._on_failure, self._on_stopping, events.add, self._readmit)
         policy, timeouts = _policy(self._deployment, self._stop_plan), _timeouts(self._deployment)
         self._supervisor = Supervisor(admitted.runs, policy, timeouts, runtime, hooks)
@@ -126,12 +129,14 @@ class Session:
         outcome = None
         try:
             self._events.add(News(EventKind.BOOTING))
+            self._prefetch.start()
             self._listener.on_started()
             self._service.booting(self._supervisor.views, self._why_stopping)
             result = await self._supervisor.run()
             self._service.tick()
             outcome = self._outcome(result, await self._leftovers(result))
         finally:
+            self._prefetch.stop()
             for task in self._tasks:
                 task.cancel()
             self._sweep_locks()
@@ -181,6 +186,7 @@ class Session:
 
     def _restore_files(self) -> None:
         """The runtime directory is a new, empty one: what commands and stages look for there."""
+        write_plans(self._supervisor.runs(), self._admitted.weight_plans)
         write_atomically(self._runtime.run_file, runs_to_json(self._supervisor.runs()))
         self._runtime.write_state(deployment_state(self._supervisor))
         self._reopen_logs()
@@ -242,6 +248,7 @@ class Session:
     # What the supervisor tells and asks.
 
     def _on_ready(self) -> None:
+        self._prefetch.stop()
         self._begin(self._announce_ready())
         self._begin(self._watch_devices())
 
@@ -260,6 +267,7 @@ class Session:
         note_failure(self._runtime, self._deployment.name, failure)
 
     def _on_stopping(self) -> None:
+        self._prefetch.stop()
         self._note_state("stopping")
         self._begin(say_who_is_left(self._supervisor.live_pids, self._devices_quickly, self._say))
 
