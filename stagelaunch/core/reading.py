@@ -10,8 +10,12 @@ from enum import StrEnum
 
 from stagelaunch.core.units import MIB
 
-CHUNK_BYTES = 8 * MIB
-"""Most bytes one read asks for, and the size of a buffer of the ring."""
+CHUNK_BYTES = 32 * MIB
+"""Most bytes one read asks for: long runs, because threads that take turns in short ones upset the kernel's reading
+ahead."""
+
+BUFFER_BYTES = 16 * MIB
+"""The same for a read into the ring: a buffer's size."""
 
 MAX_THREADS = 64
 AUTO_THREADS = 8
@@ -62,7 +66,7 @@ def ring_buffers(threads: int, usable_bytes: int | None) -> int:
     wanted = threads + IN_FLIGHT
     if usable_bytes is None:
         return wanted
-    return max(2, min(wanted, usable_bytes // _RING_SHARE // CHUNK_BYTES))
+    return max(2, min(wanted, usable_bytes // _RING_SHARE // BUFFER_BYTES))
 
 
 def bypasses_cache(total_bytes: int, resident_bytes: int, usable_bytes: int | None) -> bool:

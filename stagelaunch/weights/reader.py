@@ -16,7 +16,16 @@ from typing import NamedTuple
 
 import torch
 
-from stagelaunch.core.reading import CHUNK_BYTES, IN_FLIGHT, Backend, Reading, bypasses_cache, ring_buffers, threads_for
+from stagelaunch.core.reading import (
+    BUFFER_BYTES,
+    CHUNK_BYTES,
+    IN_FLIGHT,
+    Backend,
+    Reading,
+    bypasses_cache,
+    ring_buffers,
+    threads_for,
+)
 from stagelaunch.core.units import MIB
 from stagelaunch.devices.upload import HostUploader, Mark, Uploader
 from stagelaunch.system.host_memory import cpus, usable_bytes
@@ -64,9 +73,10 @@ def fill(
         return
     direct = _is_direct(plan, shards, reading.backend)
     with opened(shards, plan.stamps, direct=direct) as fds:
-        reads = tuple(reads_of(plan.items, CHUNK_BYTES))
+        in_place = uploader is None and not direct
+        reads = tuple(reads_of(plan.items, CHUNK_BYTES if in_place else BUFFER_BYTES))
         threads = threads_for(reading.threads, cpus(), len(reads))
-        if uploader is None and not direct:
+        if in_place:
             _fill_in_place(fds, reads, flat, threads, advance)
         else:
             _fill_through_ring(fds, reads, flat, threads, advance, uploader or HostUploader(), direct=direct)
@@ -159,7 +169,7 @@ class _Ring:
         self._under_way: deque[tuple[Mark, _Buffer]] = deque()
         self._most_under_way = min(IN_FLIGHT, count - 1)
         for _ in range(count):
-            self._free.put(_aligned(uploader.buffer(CHUNK_BYTES + 3 * ALIGNMENT)))
+            self._free.put(_aligned(uploader.buffer(BUFFER_BYTES + 3 * ALIGNMENT)))
 
     def take(self) -> _Buffer:
         """A free buffer; waits for one. InterruptedError when the ring is closed."""

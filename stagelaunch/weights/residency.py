@@ -30,10 +30,10 @@ def resident_bytes(fd: int, ranges: Iterable[tuple[int, int]]) -> int:
 
 
 def _resident(fd: int, begin: int, end: int) -> int:
-    begin -= begin % mmap.PAGESIZE
-    pages = _by_cachestat(fd, begin, end)
+    first = begin - begin % mmap.PAGESIZE
+    pages = _by_cachestat(fd, first, end)
     if pages is None:
-        pages = _by_mincore(fd, begin, end)
+        pages = _by_mincore(fd, first, end)
     return min(pages * mmap.PAGESIZE, end - begin)
 
 

@@ -77,6 +77,7 @@ def test_every_byte_reaches_its_place(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(reader, "CHUNK_BYTES", chunk)
+    monkeypatch.setattr(reader, "BUFFER_BYTES", chunk)
     plan, expected = two_shards
     tensors = empty(plan)
     fill(plan, tensors, uploader, quiet)
