@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import sys
 import threading
 from collections.abc import Callable
 from dataclasses import replace
@@ -13,10 +15,12 @@ import pytest
 import torch
 from test_reader import content_of, empty, plan_of, quiet, write
 
-from stagelaunch.core.errors import CheckpointError, StageError
+from stagelaunch.config_file import load_deployment
+from stagelaunch.core.errors import CheckpointError, ConfigError, StageError
 from stagelaunch.core.reading import BUFFER_BYTES, Backend, Reading, bypasses_cache, ring_buffers, threads_for
 from stagelaunch.core.units import GIB, MIB
 from stagelaunch.devices.upload import HostUploader
+from stagelaunch.supervisor import weight_plans
 from stagelaunch.weights import files, reader
 from stagelaunch.weights.index import FileStamp, read_index
 from stagelaunch.weights.omni_spec import COMPONENTS
@@ -129,7 +133,7 @@ def test_a_package_is_driven_by_its_own_interface(tiny_checkpoint: Path, monkeyp
 
     package = ModuleType("instanttensor")
     package.safe_open = Opened
-    monkeypatch.setitem(__import__("sys").modules, "instanttensor", package)
+    monkeypatch.setitem(sys.modules, "instanttensor", package)
     test_every_backend_brings_the_same_bytes(tiny_checkpoint, "code2wav", Backend.INSTANTTENSOR)
     monkeypatch.setattr(Opened, "tensors", lambda self: iter(()))
     plan = plan_component(read_index(tiny_checkpoint), "code2wav")
@@ -140,9 +144,30 @@ def test_a_package_is_driven_by_its_own_interface(tiny_checkpoint: Path, monkeyp
 def test_a_backend_that_is_not_there_is_one_clear_error(
     large: tuple[WeightPlan, bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(__import__("sys").modules, "instanttensor", None)
+    monkeypatch.setitem(sys.modules, "instanttensor", None)
     with pytest.raises(StageError, match=r"cannot read weights with instanttensor: .*weights.backend to auto"):
         fill(large[0], empty(large[0]), None, quiet, Reading(Backend.INSTANTTENSOR))
+
+
+def test_a_backend_that_is_not_there_is_refused_before_anything_starts(
+    tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    common = {"devices": [0], "budget": "1GiB", "max_num_seqs": 1, "max_num_batched_tokens": 8, "max_model_len": 8}
+    stages = [
+        {"id": 0, "name": "t", "component": "talker", **common},
+        {"id": 1, "name": "c", "component": "code2wav", "weights": {"backend": "instanttensor"}, **common},
+    ]
+    body = {"name": "d", "model": str(tiny_checkpoint), "backend": "simulated", "stages": stages}
+    (tmp_path / "d.json").write_text(json.dumps({**body, "simulated": {"devices": {"0": "9GiB"}}}))
+    loaded = load_deployment(tmp_path / "d.json")
+    monkeypatch.setattr(weight_plans, "find_spec", lambda name: None)
+    with pytest.raises(
+        ConfigError, match=r"stages.c.weights.backend: instanttensor is not installed; pip install inst"
+    ):
+        weight_plans.check_checkpoint(loaded)
+    monkeypatch.setattr(weight_plans, "find_spec", lambda name: name)
+    plans = weight_plans.check_checkpoint(loaded)
+    assert [(number, plan.component) for number, plan in plans.items()] == [(0, "talker"), (1, "code2wav")]
 
 
 def cut(plan: WeightPlan, monkeypatch: pytest.MonkeyPatch) -> None:
