@@ -73,8 +73,17 @@ def cached(path: Path, begin: int, end: int) -> int:
         return resident_bytes(file.fileno(), [(begin, end)])
 
 
-def test_it_fetches_the_ranges_and_nothing_else_and_not_what_is_there(tmp_path: Path) -> None:
+def test_it_fetches_the_ranges_and_nothing_else_and_not_what_is_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = cold_file(tmp_path / "s", 6 * STEP_BYTES)
+    advise, asked = os.posix_fadvise, [0]
+
+    def counting(fd: int, offset: int, length: int, advice: int) -> None:
+        asked[0] += length * (advice == os.POSIX_FADV_WILLNEED)
+        advise(fd, offset, length, advice)
+
+    monkeypatch.setattr(os, "posix_fadvise", counting)
     wanted = (STEP_BYTES, 2 * STEP_BYTES + MIB)
     for _ in range(2):
         prefetch = Prefetch([(tmp_path / "gone", 0, 9), (path, *wanted)], lambda: GIB)
@@ -83,6 +92,7 @@ def test_it_fetches_the_ranges_and_nothing_else_and_not_what_is_there(tmp_path: 
         with path.open("rb") as file:
             os.pread(file.fileno(), 1, wanted[1] - 1)
     assert (prefetch.fetched_bytes, prefetch.resident_bytes) == (0, STEP_BYTES + MIB)
+    assert asked == [STEP_BYTES + MIB]
     assert cached(path, *wanted) == STEP_BYTES + MIB
     assert cached(path, 3 * STEP_BYTES, 6 * STEP_BYTES) == 0
 
