@@ -185,6 +185,7 @@ _WANTED = {
     "string": "a text",
     "int": "a whole number",
     "float": "a number",
+    "bool": "true or false",
     "finite": "a finite number",
     "device": "a device number or a UUID like GPU-8932f937",
     "model": "a section of 'key: value' lines",
@@ -216,6 +217,8 @@ def _section(loc: Loc) -> type[BaseModel] | None:
             return SECTIONS[str(name)]
         case ("stages", int(), _):
             return Stage
+        case ("stages", int(), "weights", _):
+            return SECTIONS["weights"]
     return None
 
 

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from itertools import pairwise
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StrictBool, model_validator
 from pydantic_core import PydanticCustomError
 
 from stagelaunch.core.config_fields import (
@@ -35,6 +35,7 @@ from stagelaunch.core.config_fields import (
     Slug,
     StageDevices,
     Text,
+    Threads,
     Utilization,
     not_empty,
 )
@@ -136,6 +137,18 @@ class Simulated(BaseModel):
     """Rate of host-to-device copies like ``2GiB/s``; left out: as fast as memory."""
 
 
+class Weights(BaseModel):
+    """How a stage reads its weights."""
+
+    model_config = _MODEL
+
+    backend: Literal["auto", "buffered", "direct", "safetensors", "instanttensor"] = "auto"
+    """``buffered``: through the page cache; ``direct``: around it; ``auto``: buffered, but direct when the files are
+    cold and memory is short; ``safetensors``, ``instanttensor``: by that package, which must be installed."""
+    threads: Threads | None = None
+    """Threads that read; left out: one for each CPU, at most 8."""
+
+
 class Stage(BaseModel):
     """One stage of the model: where it runs, what it may take, how much it serves at once."""
 
@@ -175,6 +188,8 @@ class Stage(BaseModel):
     """Batch sizes to capture as graphs, or ``off``; left out: 1, 2, 4, ... and max_num_seqs."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Number format of weights and KV cache; auto: what the checkpoint says."""
+    weights: Weights = Field(default_factory=Weights)
+    """How the weights are read."""
     env: dict[EnvName, EnvValue] = Field(default_factory=dict)
     """Environment variables of the stage's process, on top of ours."""
 
@@ -234,6 +249,8 @@ class Deployment(BaseModel):
     """How many restarts on_failure may make, and how soon after each other."""
     memory_tolerance_bytes: Size = Field(default=64 * MIB, alias="memory_tolerance")
     """How much less than before the boot may be free on a device after a stop before it is called missing."""
+    prefetch: StrictBool = True
+    """Whether the weights are read into the page cache from the start of a boot on, as far as memory allows."""
     logs: Logs = Field(default_factory=Logs)
     """Size and number of the log files."""
     timeouts: Timeouts = Field(default_factory=Timeouts)
@@ -288,6 +305,7 @@ SECTIONS: dict[str, type[BaseModel]] = {
     "logs": Logs,
     "simulated": Simulated,
     "stages": Stage,
+    "weights": Weights,
 }
 
 

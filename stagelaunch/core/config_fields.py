@@ -22,6 +22,7 @@ from pydantic_core import PydanticCustomError
 
 from stagelaunch.core.config_rules import AUTO, ENGINE_QWEN3_OMNI
 from stagelaunch.core.identity import UUID_REF_PATTERN, DeviceRef, read_ref
+from stagelaunch.core.reading import MAX_THREADS
 from stagelaunch.core.units import parse_duration, parse_size
 
 _INT_MAX = 2**31 - 1
@@ -232,6 +233,7 @@ Rate = Annotated[float | None, PlainValidator(_rate), WithJsonSchema(_RATE_SCHEM
 Text = Annotated[StrictStr, AfterValidator(_text)]
 Slug = Annotated[StrictStr, AfterValidator(_slug), WithJsonSchema({"type": "string", "pattern": f"^{_SLUG.pattern}$"})]
 Count = Annotated[StrictInt, Field(ge=1, le=_INT_MAX)]
+Threads = Annotated[StrictInt, Field(ge=1, le=MAX_THREADS)]
 Attempts = Annotated[StrictInt, Field(ge=0, le=1000)]
 Index = Annotated[StrictInt, Field(ge=0, le=_INT_MAX)]
 MachineIndex = Annotated[int, BeforeValidator(_machine_index)]

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from stagelaunch.core.reading import Backend, Reading
+
 if TYPE_CHECKING:
     # Only its name: pydantic behind it would cost every worker a part of a second.
     from stagelaunch.core.config import Stage
@@ -28,6 +30,10 @@ class EngineSpec:
     """Batch sizes to capture, largest first; empty: no graphs."""
     options: Mapping[str, str] = field(default_factory=dict)
     """The stage's own ``options`` from the config, passed through."""
+    reading: Reading = field(default_factory=Reading)
+    """How the weights are to be read."""
+    plan_file: Path | None = None
+    """What is read from where, worked out by the supervisor (``weights.plan_file``); None: the engine has to."""
 
 
 def spec_of(stage: Stage, model_dir: Path) -> EngineSpec:
@@ -42,16 +48,25 @@ def spec_of(stage: Stage, model_dir: Path) -> EngineSpec:
         block_size=stage.block_size,
         capture_sizes=stage.capture_sizes,
         options=stage.options,
+        reading=Reading(Backend(stage.weights.backend), stage.weights.threads),
     )
 
 
 def spec_to_json(spec: EngineSpec) -> dict[str, Any]:
     """Plain JSON of a spec."""
     plain = {"model_dir": str(spec.model_dir), "capture_sizes": list(spec.capture_sizes)}
-    return {**spec.__dict__, **plain, "options": dict(spec.options)}
+    plan_file = None if spec.plan_file is None else str(spec.plan_file)
+    reading = {"backend": str(spec.reading.backend), "threads": spec.reading.threads}
+    return {**spec.__dict__, **plain, "options": dict(spec.options), "reading": reading, "plan_file": plan_file}
 
 
 def spec_from_json(body: Mapping[str, Any]) -> EngineSpec:
     """Inverse of ``spec_to_json``. KeyError or TypeError for anything else."""
-    converted = {"model_dir": Path(body["model_dir"]), "capture_sizes": tuple(body["capture_sizes"])}
+    reading, plan_file = body["reading"], body["plan_file"]
+    converted = {
+        "model_dir": Path(body["model_dir"]),
+        "capture_sizes": tuple(body["capture_sizes"]),
+        "reading": Reading(Backend(reading["backend"]), reading["threads"]),
+        "plan_file": None if plan_file is None else Path(plan_file),
+    }
     return EngineSpec(**{**body, **converted})

@@ -13,6 +13,8 @@ from typing import Protocol
 
 import torch
 
+from stagelaunch.devices.upload import Uploader
+
 
 @dataclass(frozen=True)
 class MemoryStats:
@@ -111,6 +113,9 @@ class Device(Protocol):
 
     def copy_from_host(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """Copy host memory into (part of) a resident tensor of the same shape and dtype."""
+
+    def uploader(self) -> Uploader:
+        """A queue of copies to this device, for much at a time."""
 
     def close(self) -> None:
         """Let go of the device. Idempotent."""

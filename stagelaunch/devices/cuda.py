@@ -15,6 +15,7 @@ import torch
 from stagelaunch.core.errors import NoDeviceError
 from stagelaunch.devices.base import Graph, MemoryStats, Step
 from stagelaunch.devices.inventory import free_cuda_bytes, process_table
+from stagelaunch.devices.upload import Mark, Uploader
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,40 @@ class CudaGraph:
         """Run the graph and wait for it."""
         self.graph.replay()
         torch.cuda.synchronize()
+
+
+class CudaUploader:
+    """Copies out of pinned memory on a stream of its own. See ``upload.Uploader``."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        # What is copied into was allocated, and perhaps written, on the stream of now.
+        self._stream.wait_stream(torch.cuda.current_stream(device))
+
+    def buffer(self, size_bytes: int) -> torch.Tensor:
+        """Pinned memory: the only kind a copy need not wait for."""
+        return torch.empty(size_bytes, dtype=torch.uint8, pin_memory=True)
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """Queue a copy on the side stream."""
+        with torch.no_grad(), torch.cuda.stream(self._stream):
+            target.copy_(source, non_blocking=True)
+
+    def mark(self) -> Mark:
+        """An event on the side stream."""
+        event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+        return CudaMark(self._stream.record_event(event))
+
+
+@dataclass(frozen=True)
+class CudaMark:
+    """An event. See ``upload.Mark``."""
+
+    event: torch.cuda.Event
+
+    def wait(self) -> None:
+        """Sleep until it has happened."""
+        self.event.synchronize()
 
 
 class CudaDevice:
@@ -148,6 +183,10 @@ class CudaDevice:
         """Copy; complete when it returns."""
         with torch.no_grad():
             target.copy_(source)
+
+    def uploader(self) -> Uploader:
+        """A side stream that copies out of pinned memory."""
+        return CudaUploader(self._device)
 
     def close(self) -> None:
         """Give back what is cached; the context goes with the process."""

@@ -27,6 +27,7 @@ from stagelaunch.core.units import TIB
 from stagelaunch.devices import simgraph
 from stagelaunch.devices.base import Graph, MemoryStats, Step
 from stagelaunch.devices.simmemory import ActivationTracker, Allocator, OperatorMode
+from stagelaunch.devices.upload import HostUploader, Uploader
 
 TOTAL_BYTES = 2**20 * TIB
 """What the device says it has, for engines that ask; nothing is ever refused."""
@@ -112,6 +113,10 @@ class ForecastDevice:
 
     def copy_from_host(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """There is nothing to copy into."""
+
+    def uploader(self) -> Uploader:
+        """Of copies that do nothing."""
+        return HostUploader(self.copy_from_host)
 
     def close(self) -> None:
         """Nothing to let go of."""

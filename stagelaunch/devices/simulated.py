@@ -18,6 +18,7 @@ from stagelaunch.devices import simgraph
 from stagelaunch.devices.base import Graph, MemoryStats, Step
 from stagelaunch.devices.simfile import SimulatedFile
 from stagelaunch.devices.simmemory import ActivationTracker, Allocator, out_of_memory
+from stagelaunch.devices.upload import HostUploader, Uploader
 
 ERROR_TEXTS = {
     46: "all CUDA-capable devices are busy or unavailable",
@@ -163,6 +164,10 @@ class SimulatedDevice:
         if self._machine.transfer_bytes_per_s is not None:
             due_s = source.nbytes / self._machine.transfer_bytes_per_s
             time.sleep(max(0.0, started_s + due_s - time.monotonic()))
+
+    def uploader(self) -> Uploader:
+        """``copy_from_host``, one copy after the other."""
+        return HostUploader(self.copy_from_host)
 
     def close(self) -> None:
         """Give everything back, whatever tensors are still alive. Idempotent."""

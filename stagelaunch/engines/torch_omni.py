@@ -6,19 +6,23 @@ is in ``decode``, the vocoder's in ``code2wav``, the model itself behind ``omni_
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
 from stagelaunch.core.errors import StageError
 from stagelaunch.core.ledger import KVLayout
 from stagelaunch.devices.base import Device
+from stagelaunch.devices.upload import Uploader
 from stagelaunch.engines.base import EngineSpec, ProbeResult, Progress
 from stagelaunch.engines.code2wav import DEFAULT_CHUNK_FRAMES, Code2WavRunner
 from stagelaunch.engines.decode import DecodeRunner
-from stagelaunch.weights.index import CheckpointIndex, read_index
+from stagelaunch.weights.backends import require_installed
+from stagelaunch.weights.files import require_unchanged
+from stagelaunch.weights.index import read_config, read_index
 from stagelaunch.weights.omni_spec import component_dtype, kv_layout
 from stagelaunch.weights.plan import WeightPlan, plan_component
+from stagelaunch.weights.plan_file import read_plan
 from stagelaunch.weights.reader import fill
 
 if TYPE_CHECKING:
@@ -63,9 +67,9 @@ class TorchOmniEngine:
     def __init__(self, spec: EngineSpec) -> None:
         self._spec = spec
         self._chunk_frames = _chunk_frames(spec)
-        self._device: Device | None = None
         self._plan: WeightPlan | None = None
         self._unfilled: dict[str, torch.Tensor] = {}
+        self._uploader: Uploader | None = None
         self._runner: Runner | None = None
 
     @property
@@ -76,7 +80,8 @@ class TorchOmniEngine:
         return self._runner
 
     def import_libraries(self) -> None:
-        """Import transformers; StageError when it is missing or another minor than the one we know."""
+        """Import transformers and what reads the weights; StageError when one is missing or not the minor we know."""
+        require_installed(self._spec.reading.backend)
         try:
             from stagelaunch.engines import omni_model  # noqa: F401  # imported here: it takes seconds
         except ImportError as error:
@@ -89,35 +94,34 @@ class TorchOmniEngine:
         from stagelaunch.engines import omni_model
 
         spec = self._spec
-        index = read_index(spec.model_dir)
-        plan = plan_component(index, spec.component, spec.dtype)
+        plan, config = _plan_of(spec)
         experts = spec.options.get("experts_implementation", "grouped_mm")
-        model = omni_model.build(spec.component, index.config, experts)
+        model = omni_model.build(spec.component, config, experts)
         targets = {name: (target.shape, getattr(torch, target.dtype)) for name, target in plan.targets.items()}
         self._unfilled = model.materialise(targets, device)
         self._plan = plan
-        self._device = device
-        self._runner = self._new_runner(model, index, device)
+        # Here, because it may take device memory, which changes under this phase's lock only.
+        self._uploader = None if device.fills_in_place else device.uploader()
+        self._runner = self._new_runner(model, config, device)
 
-    def _new_runner(self, model: OmniModel, index: CheckpointIndex, device: Device) -> Runner:
+    def _new_runner(self, model: OmniModel, config: dict[str, Any], device: Device) -> Runner:
         from stagelaunch.engines import omni_model
 
         spec = self._spec
         if isinstance(model, omni_model.Code2WavModel):
             return Code2WavRunner(model, spec, device, self._chunk_frames)
         assert isinstance(model, omni_model.LanguageModel)
-        dtype = getattr(torch, component_dtype(index.config) if spec.dtype == "auto" else spec.dtype)
-        layout = kv_layout(index.config, spec.component, spec.block_size, dtype.itemsize)
+        dtype = getattr(torch, component_dtype(config) if spec.dtype == "auto" else spec.dtype)
+        layout = kv_layout(config, spec.component, spec.block_size, dtype.itemsize)
         assert layout is not None
         return DecodeRunner(model, spec, layout, dtype, device)
 
     def read_weights(self, progress: Progress) -> None:
         """Fill every parameter from the checkpoint; what the reader raises passes through."""
-        if self._plan is None or self._device is None:
+        if self._plan is None:
             raise StageError("cannot read the weights: nothing is allocated for them; call allocate_weights first")
-        copy = None if self._device.fills_in_place else self._device.copy_from_host
-        fill(self._plan, self._unfilled, copy, progress)
-        self._unfilled = {}
+        fill(self._plan, self._unfilled, self._uploader, progress, self._spec.reading)
+        self._unfilled, self._uploader = {}, None
 
     @property
     def kv_layout(self) -> KVLayout | None:
@@ -153,8 +157,18 @@ class TorchOmniEngine:
         if self._runner is not None:
             self._runner.release_graphs()
             self._runner.release_kv()
-        self._runner = self._device = self._plan = None
+        self._runner = self._plan = self._uploader = None
         self._unfilled = {}
+
+
+def _plan_of(spec: EngineSpec) -> tuple[WeightPlan, dict[str, Any]]:
+    """What is to be read and config.json: as the supervisor has found them, or else from the checkpoint's headers."""
+    if spec.plan_file is None:
+        index = read_index(spec.model_dir)
+        return plan_component(index, spec.component, spec.dtype), index.config
+    plan = read_plan(spec.plan_file)
+    require_unchanged(plan.stamps)
+    return plan, read_config(spec.model_dir)
 
 
 def _chunk_frames(spec: EngineSpec) -> int:

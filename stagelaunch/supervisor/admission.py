@@ -7,7 +7,7 @@ import os
 import time
 from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from stagelaunch.config_file import LoadedDeployment
@@ -15,7 +15,6 @@ from stagelaunch.core.admission import claim_check, device_verdicts, free_check,
 from stagelaunch.core.budgets import Forecasts
 from stagelaunch.core.claims import Claim, unattributed_bytes
 from stagelaunch.core.config import Deployment, Stage
-from stagelaunch.core.config_rules import ENGINE_QWEN3_OMNI
 from stagelaunch.core.engine_spec import spec_of
 from stagelaunch.core.errors import AlreadyRunningError, ConfigError, DoesNotFitNowError, Fault, NoDeviceError
 from stagelaunch.core.identity import same_devices
@@ -27,10 +26,10 @@ from stagelaunch.devices.query import query_devices
 from stagelaunch.supervisor.forecast import FORECAST_TIMEOUT_S, ask_needs, forecasts_of, need_requests
 from stagelaunch.supervisor.runtime import Runtime
 from stagelaunch.supervisor.waiting import POLL_S, Patience, with_patience
+from stagelaunch.supervisor.weight_plans import check_checkpoint
 from stagelaunch.system.claims import Share, admission_mutex, claiming_pid, hold_claims, new_claim_id, read_claims
 from stagelaunch.system.locks import LockDirectory
-from stagelaunch.weights.index import read_index
-from stagelaunch.weights.validate import require_data, validate
+from stagelaunch.weights.plan import WeightPlan
 
 
 @dataclass(frozen=True)
@@ -43,6 +42,8 @@ class Admitted:
     """The devices its stages use, by number, as they were before the boot: the baseline that must come back."""
     machine: SimulatedMachine | None
     runs: tuple[StageRun, ...]
+    weight_plans: Mapping[int, WeightPlan]
+    """What each stage of our own engine reads, by its id."""
 
 
 async def admit(
@@ -61,7 +62,7 @@ async def admit(
     AlreadyRunningError.
     """
     _refuse_several_devices(loaded)
-    weights = await asyncio.to_thread(check_checkpoint, loaded)
+    plans = await asyncio.to_thread(check_checkpoint, loaded)
     requests = need_requests(loaded, auto_only=True)
     needs = await ask_needs(requests, FORECAST_TIMEOUT_S) if requests else NO_NEEDS
     forecasts = forecasts_of(needs, machine)
@@ -69,7 +70,7 @@ async def admit(
     async def attempt() -> Admitted:
         deployment = loaded.deployment
         async with admission_mutex(lock_dir, deployment.name, deployment.timeouts.lock_s):
-            return await _admit_now(loaded, machine, runtime, lock_dir, held, weights, forecasts)
+            return await _admit_now(loaded, machine, runtime, lock_dir, held, plans, forecasts)
 
     return await with_patience(patience, attempt)
 
@@ -80,7 +81,7 @@ async def _admit_now(
     runtime: Runtime,
     lock_dir: LockDirectory,
     held: ExitStack,
-    weights: Mapping[int, int],
+    weight_plans: Mapping[int, WeightPlan],
     forecasts: Forecasts,
 ) -> Admitted:
     """Read what is free and claimed, decide, claim; under the admission mutex."""
@@ -91,6 +92,7 @@ async def _admit_now(
     deployment = written.on_devices(resolved.numbers)
     devices = {info.index: info for info in resolved.devices if info.index in deployment.device_indices}
     claims = {index: read_claims(lock_dir, info.uuid, machine_name(machine)) for index, info in devices.items()}
+    weights = {stage_id: plan.total_bytes for stage_id, plan in weight_plans.items()}
     plan = make_plan_now(written, resolved, claims, weights, forecasts)
     if (error := refusal(plan)) is not None:
         raise error
@@ -99,10 +101,12 @@ async def _admit_now(
     machine_text = machine_name(machine)
     held.enter_context(hold_claims(lock_dir, claim_id, deployment.name, shares, machine_text, runtime.identity))
     runs = tuple(
-        _stage_run(loaded, stage, devices, machine, runtime, claim_id, plan.auto_budget_bytes(stage))
+        _stage_run(
+            loaded, stage, devices, machine, runtime, claim_id, plan.auto_budget_bytes(stage), stage.id in weight_plans
+        )
         for stage in deployment.stages
     )
-    return Admitted(deployment, devices, machine, runs)
+    return Admitted(deployment, devices, machine, runs, weight_plans)
 
 
 async def readmit(admitted: Admitted, stage_id: int, lock_dir: LockDirectory, wait_s: float) -> None:
@@ -168,18 +172,6 @@ def refuse_if_claimed(lock_dir: os.PathLike[str], deployment: str, runtime: Runt
         )
 
 
-def check_checkpoint(loaded: LoadedDeployment) -> dict[int, int]:
-    """Weights in bytes by stage id, from headers alone. CheckpointError with every fault the stages would run into."""
-    stages = [stage for stage in loaded.deployment.stages if stage.engine == ENGINE_QWEN3_OMNI]
-    if not stages:
-        return {}
-    index = read_index(loaded.model_dir)
-    require_data(index)
-    validate(index, {stage.component: stage.dtype for stage in stages})
-    sizes = index.component_bytes()
-    return {stage.id: sizes[stage.component] for stage in stages}
-
-
 async def devices_now(
     before: dict[int, DeviceInfo], backend: str, machine: SimulatedMachine | None, timeout_s: float
 ) -> dict[int, DeviceInfo]:
@@ -210,6 +202,7 @@ def _stage_run(
     runtime: Runtime,
     claim_id: str,
     auto_budget_bytes: int | None,
+    has_weight_plan: bool,
 ) -> StageRun:
     deployment = loaded.deployment
     info = devices[stage.device_indices[0]]
@@ -224,7 +217,9 @@ def _stage_run(
         lock_dir=Path(loaded.lock_dir),
         lock_timeout_s=deployment.timeouts.lock_s,
         engine=stage.engine,
-        spec=spec_of(stage, loaded.model_dir),
+        spec=replace(
+            spec_of(stage, loaded.model_dir), plan_file=runtime.weight_plan(stage.name) if has_weight_plan else None
+        ),
         utilization=stage.utilization,
         budget_bytes=stage.budget if isinstance(stage.budget, int) else auto_budget_bytes,
         budget_is_auto=auto_budget_bytes is not None,

@@ -67,7 +67,7 @@ def with_grounds(
 def _of_stage(run: StageRun) -> dict[str, str]:
     spec = spec_to_json(run.spec)
     # Where the checkpoint lies changes nothing; what it is has a ground of its own.
-    del spec["model_dir"]
+    del spec["model_dir"], spec["plan_file"]
     sizes = spec.pop("capture_sizes")
     return {
         "config": _hash([run.engine, spec]),

@@ -34,6 +34,7 @@ from stagelaunch.supervisor.runtime import Runtime, writable, write_atomically
 from stagelaunch.supervisor.service import ServiceNotifier
 from stagelaunch.supervisor.session import Listener, Session, dump_threads_on_quit, restart_budget
 from stagelaunch.supervisor.waiting import Patience
+from stagelaunch.supervisor.weight_plans import write_plans
 from stagelaunch.system.locks import LockDirectory
 
 __all__ = ["Listener", "RunOptions", "run_deployment"]
@@ -173,6 +174,7 @@ class _Rounds:
         admitted = await self._with_what_is_remembered(admitted)
         note_begin(runtime)
         with writable(runtime.directory):
+            write_plans(admitted.runs, admitted.weight_plans)
             write_atomically(runtime.run_file, runs_to_json(admitted.runs))
             runtime.write_state("booting", config=str(loaded.path))
         return lock_dir, admitted

@@ -5,6 +5,7 @@ RUNTIME/NAME/state.json    who it is, or how the last run ended
 RUNTIME/NAME/control.sock  where it answers
 RUNTIME/NAME/run.json      what its workers were told
 RUNTIME/NAME/remembered.json  what boots have measured and learnt about their stages, for the next boot
+RUNTIME/NAME/weights/STAGE.json  what each worker reads of the checkpoint
 RUNTIME/NAME/error.json    why the last run failed, who failed first; not there when it did not
 RUNTIME/NAME/timeline.json  when each stage did what in the last run that started one, as far as it was written
 RUNTIME/NAME/stacks.log    the supervisor's threads, at each SIGQUIT
@@ -96,6 +97,10 @@ class Runtime:
     def run_file(self) -> Path:
         """What the workers were told."""
         return self.directory / "run.json"
+
+    def weight_plan(self, stage: str) -> Path:
+        """What a stage's worker reads of the checkpoint."""
+        return self.directory / "weights" / f"{stage}.json"
 
     @property
     def remembered(self) -> Path:

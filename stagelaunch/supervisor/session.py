@@ -41,12 +41,14 @@ from stagelaunch.supervisor.events import EventLog
 from stagelaunch.supervisor.keeper import Keeper
 from stagelaunch.supervisor.logs import StageLogs
 from stagelaunch.supervisor.own_run import sweep_strays
+from stagelaunch.supervisor.prefetch import Prefetch
 from stagelaunch.supervisor.reload import reload_file
 from stagelaunch.supervisor.runtime import Runtime, write_atomically
 from stagelaunch.supervisor.service import ServiceNotifier
 from stagelaunch.supervisor.status import deployment_state, health_body, stage_bodies, status_body
 from stagelaunch.supervisor.supervisor import Hooks, Supervisor
 from stagelaunch.supervisor.timeline import TimelineRecorder
+from stagelaunch.supervisor.weight_plans import write_plans
 from stagelaunch.system import log_file, tree
 from stagelaunch.system.locks import LockDirectory, sweep
 
@@ -108,6 +110,7 @@ class Session:
         """By anybody, also when every stage was over already."""
         self._tasks: set[asyncio.Task[None]] = set()
         self._server: ControlServer | None = None
+        self._prefetch = Prefetch.of(self._deployment, admitted.weight_plans)
         policy, timeouts = _policy(self._deployment, self._stop_plan), _timeouts(self._deployment)
         self._timeline = TimelineRecorder(
             runtime.timeline, self._deployment.name, policy.order, policy.groups, listener.say
@@ -136,12 +139,14 @@ class Session:
         outcome = None
         try:
             self._events.add(News(EventKind.BOOTING))
+            self._prefetch.start()
             self._listener.on_started()
             self._service.booting(self._supervisor.views, self._why_stopping)
             result = await self._supervise(endpoint)
             self._service.tick()
             outcome = self._outcome(result, await self._leftovers(result))
         finally:
+            self._prefetch.stop()
             for task in self._tasks:
                 task.cancel()
             self._timeline.close()
@@ -210,6 +215,7 @@ class Session:
 
     def _restore_files(self) -> None:
         """The runtime directory is a new, empty one: what commands and stages look for there."""
+        write_plans(self._supervisor.runs(), self._admitted.weight_plans)
         write_atomically(self._runtime.run_file, runs_to_json(self._supervisor.runs()))
         self._runtime.write_state(deployment_state(self._supervisor))
         self._timeline.restore()
@@ -273,6 +279,7 @@ class Session:
 
     def _on_ready(self) -> None:
         self._timeline.ready()
+        self._prefetch.stop()
         self._begin(self._announce_ready())
         self._begin(self._watch_devices())
 
@@ -292,6 +299,7 @@ class Session:
         self._timeline.failed(failure.headline())
 
     def _on_stopping(self) -> None:
+        self._prefetch.stop()
         self._note_state("stopping")
         self._begin(say_who_is_left(self._supervisor.live_pids, self._devices_quickly, self._say))
 

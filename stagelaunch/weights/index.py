@@ -11,10 +11,10 @@ import os
 import stat
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from stagelaunch.weights.faults import FaultList, printable
 
@@ -50,6 +50,18 @@ DTYPE_BYTES = {
 }
 
 
+class FileStamp(NamedTuple):
+    """What tells a file from a changed one."""
+
+    size_bytes: int
+    mtime_ns: int
+
+    @classmethod
+    def of(cls, status: os.stat_result) -> FileStamp:
+        """The stamp of a file by its status."""
+        return cls(status.st_size, status.st_mtime_ns)
+
+
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
     """One tensor of a checkpoint: what it is, and its bytes ``[begin, end)`` in its shard's file."""
@@ -73,6 +85,8 @@ class CheckpointIndex:
     tensors: Mapping[str, TensorEntry]
     headers_only: bool = False
     """Some shard says that there is no data in it."""
+    stamps: Mapping[Path, FileStamp] = field(default_factory=dict)
+    """Of config.json and every shard, as they were read."""
 
     def component_bytes(self) -> dict[str, int]:
         """Bytes of weights by component: the first part of a tensor's name."""
@@ -92,11 +106,20 @@ def read_index(model_dir: Path) -> CheckpointIndex:
     faults = FaultList()
     if not _is_directory(model_dir, faults):
         faults.raise_if_any()
-    config = _read_config(model_dir / CONFIG_NAME, faults)
+    stamps: dict[Path, FileStamp] = {}
+    config = _read_config(model_dir / CONFIG_NAME, faults, stamps)
     weight_map = _read_weight_map(model_dir, faults)
-    tensors, headers_only = _read_shards(model_dir, weight_map, faults) if weight_map is not None else ({}, False)
+    tensors, headers_only = ({}, False) if weight_map is None else _read_shards(model_dir, weight_map, faults, stamps)
     faults.raise_if_any()
-    return CheckpointIndex(model_dir, config, tensors, headers_only)
+    return CheckpointIndex(model_dir, config, tensors, headers_only, stamps)
+
+
+def read_config(model_dir: Path) -> dict[str, Any]:
+    """The config alone, checked as ``read_index`` does. Raises CheckpointError."""
+    faults = FaultList()
+    config = _read_config(model_dir / CONFIG_NAME, faults, {})
+    faults.raise_if_any()
+    return config
 
 
 def _is_directory(model_dir: Path, faults: FaultList) -> bool:
@@ -115,13 +138,14 @@ def _is_directory(model_dir: Path, faults: FaultList) -> bool:
     return False
 
 
-def _read_file(path: Path, faults: FaultList) -> bytes | None:
+def _read_file(path: Path, faults: FaultList, stamps: dict[Path, FileStamp]) -> bytes | None:
     """The whole of a small regular file; None, and a fault, if it cannot be had."""
     fd = _open_regular(path, faults)
     if fd is None:
         return None
     try:
         with os.fdopen(fd, "rb") as file:
+            stamps[path] = FileStamp.of(os.fstat(fd))
             content = file.read(MAX_JSON_BYTES + 1)
     except OSError as error:
         faults.add("unreadable file", path, None, f"cannot be read: {error.strerror}; check the disk")
@@ -150,9 +174,9 @@ def _open_regular(path: Path, faults: FaultList) -> int | None:
     return None
 
 
-def _read_object(path: Path, faults: FaultList) -> dict[str, Any] | None:
+def _read_object(path: Path, faults: FaultList, stamps: dict[Path, FileStamp] | None = None) -> dict[str, Any] | None:
     """The JSON object in ``path``; None, and a fault, if there is none."""
-    content = _read_file(path, faults)
+    content = _read_file(path, faults, {} if stamps is None else stamps)
     if content is None:
         return None
     try:
@@ -168,8 +192,8 @@ def _read_object(path: Path, faults: FaultList) -> dict[str, Any] | None:
     return None
 
 
-def _read_config(path: Path, faults: FaultList) -> dict[str, Any]:
-    config = _read_object(path, faults)
+def _read_config(path: Path, faults: FaultList, stamps: dict[Path, FileStamp]) -> dict[str, Any]:
+    config = _read_object(path, faults, stamps)
     if config is None:
         return {}
     model_type = config.get("model_type")
@@ -219,7 +243,9 @@ def _stays_inside(name: str) -> bool:
     return not path.is_absolute() and ".." not in path.parts and path.name != ""
 
 
-def _read_shards(model_dir: Path, weight_map: dict[str, str], faults: FaultList) -> tuple[dict[str, TensorEntry], bool]:
+def _read_shards(
+    model_dir: Path, weight_map: dict[str, str], faults: FaultList, stamps: dict[Path, FileStamp]
+) -> tuple[dict[str, TensorEntry], bool]:
     """Every tensor of every shard, checked against the index; and whether some shard has no data."""
     index_path = model_dir / INDEX_NAME
     tensors: dict[str, TensorEntry] = {}
@@ -227,7 +253,7 @@ def _read_shards(model_dir: Path, weight_map: dict[str, str], faults: FaultList)
     headers_only = False
     shards = {name: model_dir / name for name in sorted(set(weight_map.values())) or [SINGLE_NAME]}
     for shard_name, path in shards.items():
-        shard = _read_shard(path, faults)
+        shard = _read_shard(path, faults, stamps)
         if shard is None:
             unread.add(shard_name)
             continue
@@ -250,13 +276,16 @@ def _read_shards(model_dir: Path, weight_map: dict[str, str], faults: FaultList)
     return tensors, headers_only
 
 
-def _read_shard(path: Path, faults: FaultList) -> tuple[dict[str, TensorEntry], bool] | None:
+def _read_shard(
+    path: Path, faults: FaultList, stamps: dict[Path, FileStamp]
+) -> tuple[dict[str, TensorEntry], bool] | None:
     """The tensors of one safetensors file, and whether it has no data; None, and a fault, if it has no sound header."""
     fd = _open_regular(path, faults)
     if fd is None:
         return None
     try:
-        size = os.fstat(fd).st_size
+        stamps[path] = FileStamp.of(os.fstat(fd))
+        size = stamps[path].size_bytes
         header = _read_header(fd, size, path, faults)
     except OSError as error:
         faults.add("unreadable files", path, None, f"cannot be read: {error.strerror}; check the disk")

@@ -10,13 +10,13 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from math import prod
 from pathlib import Path
 from typing import NamedTuple
 
-from stagelaunch.weights.index import DTYPE_BYTES, CheckpointIndex, TensorEntry
+from stagelaunch.weights.index import CONFIG_NAME, DTYPE_BYTES, CheckpointIndex, FileStamp, TensorEntry
 from stagelaunch.weights.omni_spec import expected_tensors
 from stagelaunch.weights.validate import TORCH_NAMES, validate_component
 
@@ -53,6 +53,8 @@ class ReadItem:
     end: int
     target: str
     target_offset: int
+    name: str = ""
+    """The tensor's own name in the checkpoint."""
 
     @property
     def num_bytes(self) -> int:
@@ -74,6 +76,8 @@ class WeightPlan:
     total_bytes: int
     headers_only: bool = False
     """The files have no data: the plan is for counting, ``fill`` refuses it."""
+    stamps: Mapping[Path, FileStamp] = field(default_factory=dict)
+    """Of config.json and the shards, as they were when the plan was made."""
 
 
 def plan_component(index: CheckpointIndex, component: str, dtype: str = "auto") -> WeightPlan:
@@ -82,6 +86,11 @@ def plan_component(index: CheckpointIndex, component: str, dtype: str = "auto") 
     Raises CheckpointError if the checkpoint is not exactly the component its config describes, in ``dtype``.
     """
     validate_component(index, component, dtype)
+    return plan_valid(index, component)
+
+
+def plan_valid(index: CheckpointIndex, component: str) -> WeightPlan:
+    """``plan_component`` for a component that was validated already."""
     expected = expected_tensors(index.config, component)
     num_experts = _experts_per_block(expected)
     items: list[ReadItem] = []
@@ -90,11 +99,13 @@ def plan_component(index: CheckpointIndex, component: str, dtype: str = "auto") 
         entry = index.tensors[key]
         target, shape, offset = _place(component, entry, num_experts)
         targets[target] = TargetSpec(shape, TORCH_NAMES[entry.dtype])
-        items.append(ReadItem(entry.shard, entry.begin, entry.end, target, offset))
+        items.append(ReadItem(entry.shard, entry.begin, entry.end, target, offset, key))
     items.sort(key=lambda item: (str(item.shard), item.begin))
     check_coverage(items, targets)
     total_bytes = sum(item.num_bytes for item in items)
-    return WeightPlan(component, tuple(items), targets, total_bytes, index.headers_only)
+    used = {index.model_dir / CONFIG_NAME, *(item.shard for item in items)}
+    stamps = {path: stamp for path, stamp in index.stamps.items() if path in used}
+    return WeightPlan(component, tuple(items), targets, total_bytes, index.headers_only, stamps)
 
 
 def state_dict_name(component: str, hub_key: str) -> str:

@@ -1,83 +1,96 @@
-"""Reads a component's weights into its parameters, straight from the files.
+"""Reads a component's weights into its parameters, straight from the files, with a few threads.
 
 Host memory is filled in place: the kernel scatters one ``preadv`` over several parameters and no byte is copied twice.
-Everything else goes through one small host buffer that is reused, in few large copies. Never mmap: a file cut short
-while it is read must be an error here, not a SIGBUS.
+Everything else goes through a small ring of host buffers, in few large copies: while one is copied to the device the
+next ones are read. Only the calling thread talks to the device. Other packages that read are in ``backends``.
 """
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass
-from itertools import groupby
+from collections import deque
+from collections.abc import Callable, Mapping
+from contextlib import closing, suppress
 from pathlib import Path
+from queue import SimpleQueue
+from typing import NamedTuple
 
 import torch
 
-from stagelaunch.core.errors import CheckpointError, Fault
+from stagelaunch.core.reading import (
+    BUFFER_BYTES,
+    CHUNK_BYTES,
+    IN_FLIGHT,
+    Backend,
+    Reading,
+    bypasses_cache,
+    ring_buffers,
+    threads_for,
+)
 from stagelaunch.core.units import MIB
-from stagelaunch.weights.faults import printable
-from stagelaunch.weights.plan import ReadItem, WeightPlan
+from stagelaunch.devices.upload import HostUploader, Mark, Uploader
+from stagelaunch.system.host_memory import cpus, usable_bytes
+from stagelaunch.weights import backends
+from stagelaunch.weights.crew import Crew
+from stagelaunch.weights.files import ALIGNMENT, fault, opened, read_all, read_direct, takes_direct_reads
+from stagelaunch.weights.plan import WeightPlan
+from stagelaunch.weights.reads import Read, joined, ranges_of, reads_of
+from stagelaunch.weights.residency import resident_bytes
 from stagelaunch.weights.validate import HEADERS_ONLY_TEXT
-
-CHUNK_BYTES = 8 * MIB
-"""Most bytes one read asks for, and the size of the host buffer. A multiple of every item size."""
-
-MAX_BUFFERS = os.sysconf("SC_IOV_MAX")
-
-Copy = Callable[[torch.Tensor, torch.Tensor], None]
-"""Called with (part of a parameter, host memory of the same shape and dtype); done with the memory on return."""
 
 Progress = Callable[[int, int], None]
 """Called with (bytes done, bytes in all)."""
 
-
-@dataclass(frozen=True, slots=True)
-class _Piece:
-    """A run of bytes of one target, at most a chunk long."""
-
-    target: str
-    offset: int
-    length: int
+_AUTO = Reading()
 
 
-@dataclass(frozen=True, slots=True)
-class _Read:
-    """Neighbouring pieces of one shard that one read fetches, at most a chunk together."""
-
-    offset: int
-    pieces: tuple[_Piece, ...]
-
-    @property
-    def length(self) -> int:
-        return sum(piece.length for piece in self.pieces)
-
-
-def fill(plan: WeightPlan, tensors: Mapping[str, torch.Tensor], copy: Copy | None, progress: Progress) -> None:
+def fill(
+    plan: WeightPlan,
+    tensors: Mapping[str, torch.Tensor],
+    uploader: Uploader | None,
+    progress: Progress,
+    reading: Reading = _AUTO,
+) -> None:
     """Fill every tensor of ``plan`` with its bytes from the checkpoint.
 
     ``tensors`` are the plan's targets by name, contiguous, of its shapes and dtypes (else ValueError, before anything
-    is read). With ``copy`` every byte reaches its tensor through it; without, all must be in host memory and are read
-    in place. ``progress`` is called with growing byte counts, first with 0 and last with the total, at most about
+    is read). With ``uploader`` every byte reaches its tensor through it; without, all must be in host memory and are
+    read in place. ``progress`` is called with growing byte counts, first with 0 and last with the total, at most about
     every hundredth of it.
 
-    Raises CheckpointError when the files have headers only, before anything is read; and naming file and offset when a
-    file cannot be read or ends early. The tensors are then partly filled; every descriptor is closed either way.
+    Raises CheckpointError when the files have headers only, before anything is read; when a file is not there or has
+    changed since the plan was made; and naming file and offset when one cannot be read or ends early. StageError when
+    the backend is not installed. The tensors are then partly filled; no descriptor, no thread and no copy is left.
     """
     if plan.headers_only:
-        raise _fault(plan.items[0].shard.parent, HEADERS_ONLY_TEXT)
-    _check_tensors(plan, tensors, in_place=copy is None)
-    flat = {name: tensor.detach().view(-1) for name, tensor in tensors.items()}
-    read_into = _in_place(flat) if copy is None else _staged(flat, copy)
-    report = _Reporter(plan.total_bytes, progress)
-    for shard, items in groupby(plan.items, key=lambda item: item.shard):
-        with _opened(shard) as fd:
-            for read in _reads(items):
-                read_into(fd, shard, read)
-                report.advance(read.length)
-    report.finish()
+        raise fault(plan.items[0].shard.parent, HEADERS_ONLY_TEXT)
+    _check_tensors(plan, tensors, in_place=uploader is None)
+    flat = {name: tensor.detach().view(-1).view(torch.uint8) for name, tensor in tensors.items()}
+    advance = _Reporter(plan.total_bytes, progress).advance
+    shards = list(dict.fromkeys(item.shard for item in plan.items))
+    if reading.backend.module is not None:
+        with opened(shards, plan.stamps):
+            backends.fill(reading.backend, plan, flat, uploader or HostUploader(), advance)
+        return
+    direct = _is_direct(plan, shards, reading.backend)
+    with opened(shards, plan.stamps, direct=direct) as fds:
+        in_place = uploader is None and not direct
+        reads = tuple(reads_of(plan.items, CHUNK_BYTES if in_place else BUFFER_BYTES))
+        threads = threads_for(reading.threads, cpus(), len(reads))
+        if in_place:
+            _fill_in_place(fds, reads, flat, threads, advance)
+        else:
+            _fill_through_ring(fds, reads, flat, threads, advance, uploader or HostUploader(), direct=direct)
+
+
+def _is_direct(plan: WeightPlan, shards: list[Path], backend: Backend) -> bool:
+    if backend is not Backend.AUTO:
+        return backend is Backend.DIRECT
+    with opened(shards, plan.stamps) as fds:
+        usable = usable_bytes()
+        if usable is None or plan.total_bytes <= usable:
+            return False
+        resident = sum(resident_bytes(fds[shard], ranges) for shard, ranges in ranges_of(plan.items).items())
+    return bypasses_cache(plan.total_bytes, resident, usable) and all(map(takes_direct_reads, shards))
 
 
 class _Reporter:
@@ -93,16 +106,10 @@ class _Reporter:
 
     def advance(self, num_bytes: int) -> None:
         self._done += num_bytes
-        if self._done - self._reported >= self._step:
-            self._report()
-
-    def finish(self) -> None:
-        if self._reported < self._done:
-            self._report()
-
-    def _report(self) -> None:
-        self._reported = self._done
-        self._progress(self._done, self._total)
+        is_over = self._done == self._total and self._reported < self._done
+        if is_over or self._done - self._reported >= self._step:
+            self._reported = self._done
+            self._progress(self._done, self._total)
 
 
 def _check_tensors(plan: WeightPlan, tensors: Mapping[str, torch.Tensor], *, in_place: bool) -> None:
@@ -119,105 +126,123 @@ def _check_tensors(plan: WeightPlan, tensors: Mapping[str, torch.Tensor], *, in_
             raise ValueError(f"{name} is on {tensor.device}; it cannot be read into in place")
 
 
-def _reads(items: Iterator[ReadItem]) -> Iterator[_Read]:
-    """The items of one shard as reads of at most a chunk; a read spans items that are neighbours in the file."""
-    begin = position = 0
-    pieces: list[_Piece] = []
-    for item in items:
-        done = 0
-        while done < item.num_bytes:
-            if pieces and (
-                item.begin + done != position or position - begin >= CHUNK_BYTES or len(pieces) >= MAX_BUFFERS
-            ):
-                yield _Read(begin, tuple(pieces))
-                pieces = []
-            if not pieces:
-                begin = position = item.begin + done
-            length = min(item.num_bytes - done, CHUNK_BYTES - (position - begin))
-            pieces.append(_Piece(item.target, item.target_offset + done, length))
-            done += length
-            position += length
-    if pieces:
-        yield _Read(begin, tuple(pieces))
+Advance = Callable[[int], None]
+"""Called with the bytes that are done on top."""
 
 
-def _in_place(flat: Mapping[str, torch.Tensor]) -> Callable[[int, Path, _Read], None]:
-    """A function that reads into the tensors' own memory."""
+def _fill_in_place(
+    fds: Mapping[Path, int], reads: tuple[Read, ...], flat: Mapping[str, torch.Tensor], threads: int, advance: Advance
+) -> None:
     memory = {name: _memory(tensor) for name, tensor in flat.items()}
 
-    def read_into(fd: int, shard: Path, read: _Read) -> None:
+    def do(read: Read) -> int:
         buffers = [memory[piece.target][piece.offset : piece.offset + piece.length] for piece in read.pieces]
-        _read_all(fd, shard, read.offset, buffers)
+        read_all(fds[read.shard], read.shard, read.offset, buffers)
+        return read.length
 
-    return read_into
+    with Crew(reads, do, threads).at_work() as lengths:
+        for length in lengths:
+            advance(length)
 
 
-def _staged(flat: Mapping[str, torch.Tensor], copy: Copy) -> Callable[[int, Path, _Read], None]:
-    """A function that reads into one host buffer and copies from there."""
-    # Pinned memory only for a GPU, and only this much of it: pinning the whole model costs a second per gigabyte.
-    buffer = torch.empty(CHUNK_BYTES, dtype=torch.uint8, pin_memory=any(tensor.is_cuda for tensor in flat.values()))
-    memory = _memory(buffer)
+class _Buffer(NamedTuple):
+    """A buffer of the ring, aligned for direct reads: the same bytes for torch and for the kernel."""
 
-    def read_into(fd: int, shard: Path, read: _Read) -> None:
-        _read_all(fd, shard, read.offset, [memory[: read.length]])
-        start = 0
-        for piece in _joined(read.pieces):
-            target = flat[piece.target]
-            first, count = piece.offset // target.itemsize, piece.length // target.itemsize
-            # A read's pieces may differ in item size only if a checkpoint mixes dtypes, which validation refuses.
-            host = buffer[start : start + piece.length].view(target.dtype)
-            copy(target[first : first + count], host)
+    tensor: torch.Tensor
+    memory: memoryview
+
+
+class _Filled(NamedTuple):
+    """A read that is in a buffer, from its ``start``."""
+
+    read: Read
+    buffer: _Buffer
+    start: int
+
+
+class _Ring:
+    """The buffers, and who has them: threads that read take a free one, the caller gives it back when it was copied."""
+
+    def __init__(self, uploader: Uploader, count: int) -> None:
+        self._uploader = uploader
+        self._free: SimpleQueue[_Buffer | None] = SimpleQueue()
+        self._under_way: deque[tuple[Mark, _Buffer]] = deque()
+        self._most_under_way = min(IN_FLIGHT, count - 1)
+        for _ in range(count):
+            self._free.put(_aligned(uploader.buffer(BUFFER_BYTES + 3 * ALIGNMENT)))
+
+    def take(self) -> _Buffer:
+        """A free buffer; waits for one. InterruptedError when the ring is closed."""
+        buffer = self._free.get()
+        if buffer is None:
+            self._free.put(None)
+            raise InterruptedError
+        return buffer
+
+    def upload(self, filled: _Filled, flat: Mapping[str, torch.Tensor]) -> None:
+        """Queue the copies of a buffer to their places. It is free when they are done, which is waited for later."""
+        start = filled.start
+        for piece in joined(filled.read.pieces):
+            source = filled.buffer.tensor[start : start + piece.length]
+            self._uploader.copy(flat[piece.target][piece.offset : piece.offset + piece.length], source)
             start += piece.length
+        self._under_way.append((self._uploader.mark(), filled.buffer))
+        while len(self._under_way) >= max(1, self._most_under_way):
+            self._give_back()
 
-    return read_into
+    def _give_back(self) -> None:
+        mark, buffer = self._under_way.popleft()
+        mark.wait()
+        self._free.put(buffer)
+
+    def wake(self) -> None:
+        """Whoever waits for a buffer waits no longer."""
+        self._free.put(None)
+
+    def drain(self) -> None:
+        """Wait for every copy."""
+        while self._under_way:
+            self._give_back()
+
+    def close(self) -> None:
+        """Wait for every copy after a failure: its buffer must not be freed under it. What fails now is no news."""
+        while self._under_way:
+            with suppress(Exception):
+                self._give_back()
 
 
-def _joined(pieces: tuple[_Piece, ...]) -> Iterator[_Piece]:
-    """Pieces that follow each other in the same target as one: an expert's gate and up are one copy, not two."""
-    last = pieces[0]
-    for piece in pieces[1:]:
-        if piece.target == last.target and piece.offset == last.offset + last.length:
-            last = _Piece(last.target, last.offset, last.length + piece.length)
-        else:
-            yield last
-            last = piece
-    yield last
+def _fill_through_ring(
+    fds: Mapping[Path, int],
+    reads: tuple[Read, ...],
+    flat: Mapping[str, torch.Tensor],
+    threads: int,
+    advance: Advance,
+    uploader: Uploader,
+    *,
+    direct: bool,
+) -> None:
+    count = min(ring_buffers(threads, usable_bytes()), len(reads) + 1)
+    with closing(_Ring(uploader, count)) as ring:
+
+        def do(read: Read) -> _Filled:
+            buffer, fd = ring.take(), fds[read.shard]
+            if direct:
+                return _Filled(read, buffer, read_direct(fd, read.shard, read.offset, read.length, buffer.memory))
+            read_all(fd, read.shard, read.offset, [buffer.memory[: read.length]])
+            return _Filled(read, buffer, 0)
+
+        with Crew(reads, do, min(threads, count), ring.wake).at_work() as results:
+            for filled in results:
+                ring.upload(filled, flat)
+                advance(filled.read.length)
+        ring.drain()
+
+
+def _aligned(buffer: torch.Tensor) -> _Buffer:
+    tensor = buffer[-buffer.data_ptr() % ALIGNMENT :]
+    return _Buffer(tensor, _memory(tensor))
 
 
 def _memory(tensor: torch.Tensor) -> memoryview:
-    """The bytes of a flat host tensor, writable. Through uint8, because numpy has no bfloat16."""
-    return tensor.view(torch.uint8).numpy().data
-
-
-@contextmanager
-def _opened(shard: Path) -> Iterator[int]:
-    try:
-        fd = os.open(shard, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-    except OSError as error:
-        raise _fault(shard, f"cannot be opened: {error.strerror}; it was there when the boot began") from error
-    try:
-        yield fd
-    finally:
-        os.close(fd)
-
-
-def _read_all(fd: int, shard: Path, offset: int, buffers: list[memoryview]) -> None:
-    """Fill ``buffers`` one after the other from ``offset`` on, however little each call delivers."""
-    while buffers:
-        try:
-            count = os.preadv(fd, buffers, offset)
-        except OSError as error:
-            raise _fault(shard, f"cannot be read at byte {offset:,}: {error.strerror}; check the disk") from error
-        if count == 0:
-            missing = sum(map(len, buffers))
-            text = f"ends at byte {offset:,}, {missing:,} bytes early; it changed since it was checked: boot again"
-            raise _fault(shard, text)
-        offset += count
-        while buffers and count >= len(buffers[0]):
-            count -= len(buffers.pop(0))
-        if count:
-            buffers[0] = buffers[0][count:]
-
-
-def _fault(shard: Path, text: str) -> CheckpointError:
-    return CheckpointError((Fault(printable(str(shard)), None, None, text),))
+    """The bytes of a flat uint8 tensor in host memory, writable."""
+    return tensor.numpy().data

@@ -261,6 +261,17 @@ BAD: list[tuple[str, str, int | None, str | None, str]] = [
     ('{OMP_NUM_THREADS: "1"}', '{CUDA_VISIBLE_DEVICES: "0"}', 26, "stages[0].env.CUDA_VISIBLE_DEVICES", "itself"),
     ('{OMP_NUM_THREADS: "1"}', '{CUDA_DEVICE_ORDER: "x"}', 26, "stages[0].env.CUDA_DEVICE_ORDER", "itself"),
     ('{OMP_NUM_THREADS: "1"}', '{NOTIFY_SOCKET: "x"}', 26, "stages[0].env.NOTIFY_SOCKET", "itself"),
+    (
+        'env: {OMP_NUM_THREADS: "1"}',
+        "weights: {backend: buffer}",
+        26,
+        "stages[0].weights.backend",
+        "did you mean 'b",
+    ),
+    ('env: {OMP_NUM_THREADS: "1"}', "weights: {thread: 2}", 26, "stages[0].weights.thread", "did you mean 'threads'?"),
+    ('env: {OMP_NUM_THREADS: "1"}', "weights: {threads: 65}", 26, "stages[0].weights.threads", "must be at most 64"),
+    ('env: {OMP_NUM_THREADS: "1"}', "weights: direct", 26, "stages[0].weights", "is not a section"),
+    ("order: overlap", "prefetch: 1", 4, "prefetch", "1 is not true or false"),
     ('{OMP_NUM_THREADS: "1"}', '[A, "1"]', 26, "stages[0].env", "is not a section"),
     ("name: demo", "name: !!python/object:os.system x", 1, "name", "tag '!!python/object:os.system' is not supported"),
     ("name: demo", "name: &a [*a]", 1, "name[0]", "refers to itself"),
@@ -458,7 +469,7 @@ def test_the_schema_describes_every_key_and_refuses_others() -> None:
     assert schema["$schema"] == "https://json-schema.org/draft/2020-12/schema"
     assert "$id" not in schema
     sections = [schema, *schema["$defs"].values()]
-    assert len(sections) == 6
+    assert len(sections) == 7
     for section in sections:
         assert section["additionalProperties"] is False
         assert section["description"]

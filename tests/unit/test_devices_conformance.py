@@ -155,6 +155,20 @@ def test_a_copy_fills_part_of_a_resident_tensor(device):
     assert target.cpu().tolist() == [[0, 0, 0], [0, 1, 2], [3, 4, 5], [0, 0, 0]]
 
 
+def test_queued_copies_are_there_when_their_mark_is_reached(device):
+    uploader, target = device.uploader(), device.empty((8,), torch.uint8)
+    marks = []
+    for start in (0, 4):
+        buffer = uploader.buffer(4)
+        assert (buffer.shape, buffer.dtype, buffer.device.type) == ((4,), torch.uint8, "cpu")
+        buffer.copy_(torch.arange(start, start + 4))
+        uploader.copy(target[start : start + 4], buffer)
+        marks.append((uploader.mark(), buffer))
+    for mark, _ in marks:
+        mark.wait()
+    assert target.cpu().tolist() == list(range(8))
+
+
 def test_a_copy_into_a_parameter_is_no_gradient_matter(device):
     parameter = torch.nn.Parameter(device.empty((2,), torch.float32))
     device.copy_from_host(parameter, torch.ones(2))

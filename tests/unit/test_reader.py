@@ -11,12 +11,12 @@ import pytest
 import torch
 
 from stagelaunch.core.errors import CheckpointError
+from stagelaunch.devices.upload import HostUploader, Uploader
 from stagelaunch.weights import reader
 from stagelaunch.weights.index import read_index
 from stagelaunch.weights.plan import ITEM_BYTES, ReadItem, TargetSpec, WeightPlan, plan_component
 from stagelaunch.weights.reader import fill
-
-Copy = Callable[[torch.Tensor, torch.Tensor], None]
+from stagelaunch.weights.reads import MAX_BUFFERS
 
 
 def quiet(done: int, total: int) -> None:
@@ -68,25 +68,29 @@ def two_shards(tmp_path: Path) -> tuple[WeightPlan, dict[str, bytes]]:
     return plan, expected
 
 
-@pytest.mark.parametrize("copy", [None, torch.Tensor.copy_], ids=["in place", "staged"])
+@pytest.mark.parametrize("uploader", [None, HostUploader()], ids=["in place", "ring"])
 @pytest.mark.parametrize("chunk", [4, 64, 100, 8 << 20])
 def test_every_byte_reaches_its_place(
-    two_shards: tuple[WeightPlan, dict[str, bytes]], copy: Copy | None, chunk: int, monkeypatch: pytest.MonkeyPatch
+    two_shards: tuple[WeightPlan, dict[str, bytes]],
+    uploader: Uploader | None,
+    chunk: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(reader, "CHUNK_BYTES", chunk)
+    monkeypatch.setattr(reader, "BUFFER_BYTES", chunk)
     plan, expected = two_shards
     tensors = empty(plan)
-    fill(plan, tensors, copy, quiet)
+    fill(plan, tensors, uploader, quiet)
     assert {name: content_of(tensor) for name, tensor in tensors.items()} == expected
 
 
-@pytest.mark.parametrize("copy", [None, torch.Tensor.copy_], ids=["in place", "staged"])
+@pytest.mark.parametrize("uploader", [None, HostUploader()], ids=["in place", "ring"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_half_precision(tmp_path: Path, copy: Copy | None, dtype: str) -> None:
+def test_half_precision(tmp_path: Path, uploader: Uploader | None, dtype: str) -> None:
     content = write(tmp_path / "s", 60)
     plan = plan_of([ReadItem(tmp_path / "s", 20, 60, "t", 0)], t=TargetSpec((4, 5), dtype))
     tensors = empty(plan)
-    fill(plan, tensors, copy, quiet)
+    fill(plan, tensors, uploader, quiet)
     assert content_of(tensors["t"]) == content[20:]
 
 
@@ -150,7 +154,7 @@ def test_neighbours_are_read_in_one_call(
 
 
 def test_a_call_has_no_more_buffers_than_the_kernel_takes(tmp_path: Path) -> None:
-    count = 2 * reader.MAX_BUFFERS + 5
+    count = 2 * MAX_BUFFERS + 5
     content = write(tmp_path / "s", 4 * count)
     plan = plan_of(
         [ReadItem(tmp_path / "s", 4 * n, 4 * n + 4, f"t{n}", 0) for n in range(count)],
@@ -181,16 +185,16 @@ def test_staged_neighbours_are_one_copy(tmp_path: Path) -> None:
         copies.append(target.numel())
         target.copy_(host)
 
-    fill(plan, tensors, copy, quiet)
-    assert copies == [8, 4]
+    fill(plan, tensors, HostUploader(copy), quiet)
+    assert copies == [32, 16]
     assert content_of(tensors["slab"]) + content_of(tensors["other"]) == content
 
 
-@pytest.mark.parametrize("copy", [None, torch.Tensor.copy_], ids=["in place", "staged"])
-def test_progress_grows_to_the_total_at_a_bounded_rate(tiny_checkpoint: Path, copy: Copy | None) -> None:
+@pytest.mark.parametrize("uploader", [None, HostUploader()], ids=["in place", "ring"])
+def test_progress_grows_to_the_total_at_a_bounded_rate(tiny_checkpoint: Path, uploader: Uploader | None) -> None:
     plan = plan_component(read_index(tiny_checkpoint), "thinker")
     seen: list[tuple[int, int]] = []
-    fill(plan, empty(plan), copy, lambda done, total: seen.append((done, total)))
+    fill(plan, empty(plan), uploader, lambda done, total: seen.append((done, total)))
     counts = [done for done, _ in seen]
     assert counts[0] == 0
     assert counts[-1] == plan.total_bytes
@@ -211,16 +215,16 @@ def test_progress_does_not_flood(tmp_path: Path) -> None:
     assert seen == [0, 8000]
 
 
-@pytest.mark.parametrize("copy", [None, torch.Tensor.copy_], ids=["in place", "staged"])
+@pytest.mark.parametrize("uploader", [None, HostUploader()], ids=["in place", "ring"])
 def test_a_file_cut_short_since_it_was_checked(
-    two_shards: tuple[WeightPlan, dict[str, bytes]], copy: Copy | None
+    two_shards: tuple[WeightPlan, dict[str, bytes]], uploader: Uploader | None
 ) -> None:
     plan, _ = two_shards
     shard = plan.items[0].shard
     os.truncate(shard, 750)
     before = os.listdir("/proc/self/fd")
     with pytest.raises(CheckpointError, match=f"{shard}: ends at byte 750, 250 bytes early"):
-        fill(plan, empty(plan), copy, quiet)
+        fill(plan, empty(plan), uploader, quiet)
     assert os.listdir("/proc/self/fd") == before
 
 
@@ -252,7 +256,7 @@ def test_a_copy_that_fails_closes_the_file(two_shards: tuple[WeightPlan, dict[st
 
     before = os.listdir("/proc/self/fd")
     with pytest.raises(RuntimeError, match="device lost"):
-        fill(two_shards[0], empty(two_shards[0]), failing, quiet)
+        fill(two_shards[0], empty(two_shards[0]), HostUploader(failing), quiet)
     assert os.listdir("/proc/self/fd") == before
 
 
