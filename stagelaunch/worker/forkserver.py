@@ -36,6 +36,8 @@ def main(fd: int) -> None:
 
     die_with_parent(parent["parent_pid"])
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # The supervisor may have started this one while it kept signals from itself.
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
     added = {name: value for name, value in LIBRARY_THREADS.items() if name not in os.environ}
     os.environ.update(added)
     import_module("stagelaunch.worker.main")

@@ -97,8 +97,11 @@ def test_a_stage_gets_what_was_imported_and_nothing_else(tmp_path: Path) -> None
         async with Nursery(
             [stage_run(0, X="1"), stage_run(1, X="1", CUDA_VISIBLE_DEVICES="GPU-7")], tmp_path
         ) as nursery:
+            blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGQUIT})
             first, second = nursery.start(0), nursery.start(1)
+            signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
             told = await first.tells()
+            assert told["blocked"] == []
             assert told["pid"] == told["session"] == await first.started
             assert (told["run_file"], told["stage_id"], told["name"]) == ("/run.json", 0, "stage0")
             assert told["wave_is_imported"]

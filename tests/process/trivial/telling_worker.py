@@ -18,6 +18,7 @@ def run(run_file, stage_id, channel):
         "channel": channel.fileno(),
         "frozen": gc.get_freeze_count(),
         "name": Path("/proc/self/comm").read_text().strip(),
+        "blocked": sorted(signal.pthread_sigmask(signal.SIG_BLOCK, ())),
         "run_file": run_file,
         "stage_id": stage_id,
         "wave_is_imported": "wave" in sys.modules,
