@@ -9,12 +9,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
-from typing import Protocol, cast
+from typing import TYPE_CHECKING, Protocol, cast
 
 from stagelaunch.core.engine_spec import EngineSpec
 from stagelaunch.core.errors import StageError
 from stagelaunch.core.ledger import KVLayout
-from stagelaunch.devices.base import Device
+
+if TYPE_CHECKING:
+    # Not needed to find an engine, and it imports torch: an engine without torch need not wait for it.
+    from stagelaunch.devices.base import Device
 
 Progress = Callable[[int, int], None]
 """Called with (bytes done, bytes in all)."""

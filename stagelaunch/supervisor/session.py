@@ -9,9 +9,11 @@ import asyncio
 import contextlib
 import faulthandler
 import signal
+import threading
 import time
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, replace
+from importlib import import_module
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
@@ -142,7 +144,8 @@ class Session:
             self._prefetch.start()
             self._listener.on_started()
             self._service.booting(self._supervisor.views, self._why_stopping)
-            result = await self._supervise(endpoint)
+            self._begin(self._serve(endpoint))
+            result = await self._supervisor.run()
             self._service.tick()
             outcome = self._outcome(result, await self._leftovers(result))
         finally:
@@ -160,21 +163,11 @@ class Session:
             endpoint.close()
         return outcome
 
-    async def _supervise(self, endpoint: ControlSocket) -> launch.LaunchResult:
-        """Boot and watch; answer on the control socket meanwhile."""
-        supervising = asyncio.create_task(self._supervisor.run())
-        try:
-            # The stages are on their way before the rest is imported: it takes as long as all that came before.
-            await asyncio.sleep(0)
-            from stagelaunch.supervisor.control import ControlServer
-
-            self._server = ControlServer(endpoint, self._handlers())
-            await self._server.start()
-            return await supervising
-        finally:
-            if not supervising.done():
-                supervising.cancel()
-                await asyncio.wait([supervising])
+    async def _serve(self, endpoint: ControlSocket) -> None:
+        """Answer on the control socket. Imported while stages start and are watched: it takes as long as all before."""
+        control = await _imported("stagelaunch.supervisor.control")
+        self._server = control.ControlServer(endpoint, self._handlers())
+        await self._server.start()
 
     def _outcome(self, result: launch.LaunchResult, leftovers: tuple[str, ...]) -> Outcome:
         return Outcome(
@@ -438,6 +431,25 @@ def restart_budget(deployment: Deployment) -> RestartBudget:
 def _timeouts(deployment: Deployment) -> Timeouts:
     limits = deployment.timeouts
     return Timeouts(limits.phase_s, limits.stage_s, limits.boot_s, limits.lock_s, limits.heartbeat_s)
+
+
+async def _imported(name: str) -> Any:
+    """The module, imported in a thread that nobody waits for in the end."""
+    loop = asyncio.get_running_loop()
+    done: asyncio.Future[Any] = loop.create_future()
+
+    def tell(module: Any) -> None:
+        if not done.cancelled():
+            done.set_result(module)
+
+    def work() -> None:
+        module = import_module(name)
+        # The loop may be over.
+        with contextlib.suppress(RuntimeError):
+            loop.call_soon_threadsafe(tell, module)
+
+    threading.Thread(target=work, name="import", daemon=True).start()
+    return await done
 
 
 def _story(found: launch.Failure | None) -> StageFailure | None:

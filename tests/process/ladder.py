@@ -26,6 +26,8 @@ from deployments import HERE, ROOT, Site, light_stage
 
 CHILDREN = 8
 WAIT_S = 60.0
+REST_S = 1.5
+"""How long after the last child is up both have nothing left to do."""
 TRIVIAL = HERE / "trivial"
 
 
@@ -70,8 +72,8 @@ def _start(command: list[str], directory: Path, environment: dict[str, str]) -> 
     )
 
 
-def measure(start: Start) -> Timing:
-    """One start and one end."""
+def measure(start: Start, rest_s: float) -> Timing:
+    """One start and one end, so long after it."""
     with tempfile.TemporaryDirectory() as name, closing(socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)) as told:
         told.bind(f"{name}/socket")
         told.settimeout(WAIT_S)
@@ -81,6 +83,7 @@ def measure(start: Start) -> Timing:
         up_s = time.monotonic() - began_s
         pidfds = [os.pidfd_open(pid) for pid in pids]
         try:
+            time.sleep(rest_s)
             killed_s = time.monotonic()
             signal.pidfd_send_signal(pidfds[0], signal.SIGKILL)
             for pidfd in pidfds:
@@ -98,7 +101,7 @@ def measure(start: Start) -> Timing:
 def _row(what: str, ours: Sequence[float], theirs: Sequence[float]) -> str:
     ratio = statistics.median(ours) / statistics.median(theirs)
     spread = "  ".join(f"{min(v):.3f} {statistics.median(v):.3f} {max(v):.3f}" for v in (ours, theirs))
-    return f"{what:<28} ratio {ratio:5.2f}   {spread}"
+    return f"{what:<34} ratio {ratio:5.2f}   {spread}"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -106,14 +109,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="scripts/bench ladder", description=__doc__)
     parser.add_argument("--rounds", type=int, default=15)
     args = parser.parse_args(arguments)
-    ours, theirs = [], []
-    for _ in range(args.rounds):
-        ours.append(measure(start_ours))
-        theirs.append(measure(start_honcho))
     print(f"scripts/bench ladder --rounds {args.rounds}: {CHILDREN} children; min median max of ours, then of honcho")
-    print(_row("start to all up", [t.up_s for t in ours], [t.up_s for t in theirs]))
-    print(_row("one dies to all children gone", [t.children_gone_s for t in ours], [t.children_gone_s for t in theirs]))
-    print(_row("one dies to everything gone", [t.all_gone_s for t in ours], [t.all_gone_s for t in theirs]))
+    for rest_s, when in ((0.0, "at once"), (REST_S, "at rest")):
+        ours, theirs = [], []
+        for _ in range(args.rounds):
+            ours.append(measure(start_ours, rest_s))
+            theirs.append(measure(start_honcho, rest_s))
+        print(_row("start to all up", [t.up_s for t in ours], [t.up_s for t in theirs]))
+        for what in ("children", "all"):
+            times = [[getattr(t, f"{what}_gone_s") for t in side] for side in (ours, theirs)]
+            print(_row(f"one dies {when}, to {what} gone", *times))
     return 0
 
 
