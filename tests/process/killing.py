@@ -50,8 +50,8 @@ class Round:
         left = f", LEFT: {'; '.join(self.survivors)}" if self.survivors else ""
         held = f", {self.held_bytes} bytes still held" if self.held_bytes else ""
         return (
-            f"{self.target:<10} killed at {self.instant_s:5.3f} s: gone below after {self.below_gone_s * 1000:6.1f} ms, "
-            f"all after {self.all_gone_s * 1000:6.1f} ms{left}{held}"
+            f"{self.target:<10} killed at {self.instant_s:5.3f} s: below gone after {self.below_gone_s * 1000:6.1f} "
+            f"ms, all after {self.all_gone_s * 1000:6.1f} ms{left}{held}"
         )
 
 

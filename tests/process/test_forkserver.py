@@ -217,6 +217,26 @@ def test_a_stage_that_is_killed_before_it_runs_never_does(tmp_path: Path) -> Non
     play(scenario)
 
 
+def test_a_child_that_floods_the_channel_of_a_dead_stage_holds_up_nobody(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("STAGELAUNCH_TEST_WORKER", "flooding_worker.py")
+
+    async def scenario() -> None:
+        async with Nursery([stage_run(0)], tmp_path) as nursery:
+            loop = asyncio.get_running_loop()
+            started, exited = loop.create_future(), loop.create_future()
+            listener = Listener(lambda _: None, lambda: started.set_result(None), exited.set_result, lambda _: None)
+            stage = StageProcess(nursery.forkservers, stage_run(0), Path("/run.json"), listener)
+            await started
+            assert stage.pid is not None
+            family = [stage.pid, *(process.pid for process in tree.members(tree.read_table(), stage.pid))]
+            assert await exited == 3
+            assert all(is_gone(pid) for pid in family)
+
+    play(scenario)
+
+
 def test_what_is_being_imported_can_be_asked_for(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "fifo")
 

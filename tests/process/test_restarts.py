@@ -108,3 +108,23 @@ def test_a_stop_during_the_pause_ends_it_with_the_failure(site: Site) -> None:
     assert (ran.code, "is not started again: asked to stop" in ran.stderr) == (1, True), ran.stderr
     assert site.state()["first_failure"]["signal"] == "SIGKILL"
     site.assert_nothing_left(ran)
+
+
+def test_a_stop_when_all_is_over_but_the_memory_is_not_forgotten(site: Site) -> None:
+    site.stages = site.stages[:1]
+    site.top["timeouts"] |= {"memory": "40s"}
+    site.top |= {"on_failure": "restart-all", "restarts": {"max": 1, "backoff": "10ms"}}
+    up = Up(site)
+    pid = up.stages()["alpha"]["pid"]
+    # Somebody else takes what must come back: until it is gone, the end is waited for.
+    file = SimulatedFile.open(site.machine())
+    file.set_foreign_bytes(0, 700 << 20)
+    os.kill(pid, signal.SIGKILL)
+    up.wait_for("ended (SIGKILL)")
+    up.process.send_signal(signal.SIGTERM)
+    up.wait_for("stopping: SIGTERM")
+    file.set_foreign_bytes(0, 0)
+    file.close()
+    ran = up.finish()
+    assert (ran.code, "started again" in ran.stderr) == (1, False), ran.stderr
+    site.assert_nothing_left(ran)
