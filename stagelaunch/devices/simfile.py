@@ -15,8 +15,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import psutil
-
 from stagelaunch.core.errors import NoDeviceError
 from stagelaunch.core.inventory import (
     DeviceInfo,
@@ -338,6 +336,9 @@ def _device_info(index: int, total: int, used: int, processes: tuple[DeviceProce
 
 
 def _process_name(pid: int, start_time: int) -> str:
+    # Imported here: every start reads the file, and few meet somebody else in it.
+    import psutil
+
     try:
         # Another process of that number (another PID namespace) must not lend its name.
         return psutil.Process(pid).name() if _start_time(pid) == start_time else "unknown"
