@@ -9,13 +9,11 @@ import asyncio
 import contextlib
 import faulthandler
 import signal
-import threading
 import time
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, replace
-from importlib import import_module
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, Any
 
 from filelock import FileLock
 
@@ -37,10 +35,10 @@ from stagelaunch.core.stop_plan import StopPlan, stop_plan
 from stagelaunch.core.units import format_duration
 from stagelaunch.supervisor.admission import Admitted, devices_now, readmit
 from stagelaunch.supervisor.aftermath import memory_left, say_who_is_left
-from stagelaunch.supervisor.control_socket import ControlSocket, Handlers
+from stagelaunch.supervisor.control_service import ControlService
+from stagelaunch.supervisor.control_socket import Handlers
 from stagelaunch.supervisor.endings import ending, note_failure
 from stagelaunch.supervisor.events import EventLog
-from stagelaunch.supervisor.keeper import Keeper
 from stagelaunch.supervisor.logs import StageLogs
 from stagelaunch.supervisor.own_run import sweep_strays
 from stagelaunch.supervisor.prefetch import Prefetch
@@ -53,9 +51,6 @@ from stagelaunch.supervisor.timeline import TimelineRecorder
 from stagelaunch.supervisor.weight_plans import write_plans
 from stagelaunch.system import log_file, tree
 from stagelaunch.system.locks import LockDirectory, sweep
-
-if TYPE_CHECKING:
-    from stagelaunch.supervisor.control import ControlServer
 
 STACK_LINES = 200
 STATUS_DRIVER_S = 5.0
@@ -111,7 +106,6 @@ class Session:
         self.asked_to_stop = False
         """By anybody, also when every stage was over already."""
         self._tasks: set[asyncio.Task[None]] = set()
-        self._server: ControlServer | None = None
         self._prefetch = Prefetch.of(self._deployment, admitted.weight_plans)
         policy, timeouts = _policy(self._deployment, self._stop_plan), _timeouts(self._deployment)
         self._timeline = TimelineRecorder(
@@ -133,10 +127,8 @@ class Session:
         self._listen_to_signals()
         # A Ctrl-C that came just before has only marked this task as cancelled: let it end here, with nothing started.
         await asyncio.sleep(0)
-        endpoint = ControlSocket(self._runtime)
-        endpoint.bind()
-        keeper = Keeper(self._runtime, self._lock, endpoint, self._say, self._restore_files)
-        keeper.start()
+        control = ControlService(self._runtime, self._lock, self._handlers(), self._say, self._restore_files)
+        control.open()
         self._logs.start()
         outcome = None
         try:
@@ -144,7 +136,6 @@ class Session:
             self._prefetch.start()
             self._listener.on_started()
             self._service.booting(self._supervisor.views, self._why_stopping)
-            self._begin(self._serve(endpoint))
             result = await self._supervisor.run()
             self._service.tick()
             outcome = self._outcome(result, await self._leftovers(result))
@@ -154,20 +145,11 @@ class Session:
                 task.cancel()
             self._timeline.close()
             self._sweep_locks()
-            await keeper.close()
             await self._logs.close()
             self._events.add(News(EventKind.ENDED, more=ending(outcome)))
             self._events.close()
-            if self._server is not None:
-                await self._server.close()
-            endpoint.close()
+            await control.close()
         return outcome
-
-    async def _serve(self, endpoint: ControlSocket) -> None:
-        """Answer on the control socket. Imported while stages start and are watched: it takes as long as all before."""
-        control = await _imported("stagelaunch.supervisor.control")
-        self._server = control.ControlServer(endpoint, self._handlers())
-        await self._server.start()
 
     def _outcome(self, result: launch.LaunchResult, leftovers: tuple[str, ...]) -> Outcome:
         return Outcome(
@@ -431,25 +413,6 @@ def restart_budget(deployment: Deployment) -> RestartBudget:
 def _timeouts(deployment: Deployment) -> Timeouts:
     limits = deployment.timeouts
     return Timeouts(limits.phase_s, limits.stage_s, limits.boot_s, limits.lock_s, limits.heartbeat_s)
-
-
-async def _imported(name: str) -> Any:
-    """The module, imported in a thread that nobody waits for in the end."""
-    loop = asyncio.get_running_loop()
-    done: asyncio.Future[Any] = loop.create_future()
-
-    def tell(module: Any) -> None:
-        if not done.cancelled():
-            done.set_result(module)
-
-    def work() -> None:
-        module = import_module(name)
-        # The loop may be over.
-        with contextlib.suppress(RuntimeError):
-            loop.call_soon_threadsafe(tell, module)
-
-    threading.Thread(target=work, name="import", daemon=True).start()
-    return await done
 
 
 def _story(found: launch.Failure | None) -> StageFailure | None:
