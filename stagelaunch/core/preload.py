@@ -9,8 +9,8 @@ from stagelaunch.core.run_spec import StageRun
 
 READ_LATE = frozenset({"CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER"})
 """Read when the device is opened, not when a library is imported: may differ between stages of one forkserver."""
-CUDA_NODE = "/dev/nvidia-uvm"
-"""Open in every process that has initialised CUDA, which does not survive a fork; not where only NVML was asked."""
+DRIVER_NODES = "/dev/nvidia"
+"""What the driver's files begin with. Open where CUDA was initialised, which does not survive a fork."""
 
 Environment = tuple[tuple[str, str], ...]
 """Variables with their values, sorted."""
@@ -42,8 +42,8 @@ def unfit(threads: int, open_files: Iterable[str], modules: Mapping[str, object]
     if threads != 1:
         # A lock that another thread holds at the fork is never released in the child.
         return f"what they import starts threads ({threads - 1})"
-    if CUDA_NODE in open_files or _is_initialised(modules.get("torch")):
-        return "what they import initialises CUDA"
+    if any(file.startswith(DRIVER_NODES) for file in open_files) or _is_initialised(modules.get("torch")):
+        return "what they import opens the driver"
     return None
 
 

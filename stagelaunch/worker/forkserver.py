@@ -25,6 +25,7 @@ MAX_BYTES = 1 << 16
 LIBRARY_THREADS = {"OPENBLAS_NUM_THREADS": "1", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
 """While libraries are imported: no pool of threads, and no CUDA context for a question that NVML can answer."""
 _PR_SET_NAME = 15
+_OPENED_MAX = 100
 
 
 def main(fd: int) -> None:
@@ -51,6 +52,7 @@ def main(fd: int) -> None:
     failed = _import_all(job["engines"], job["backend"])
     for name in added.keys() - job["environment"].keys():
         del os.environ[name]
+    _close_driver()
     reason = _unfit()
     _tell(channel, kind="imported", took_s=time.monotonic() - began_s, failed=failed, unfit=reason)
     if reason is not None:
@@ -101,6 +103,18 @@ def _import_all(engines: list[str], backend: str) -> dict[str, str]:
     gc.collect()
     gc.freeze()
     return failed
+
+
+def _close_driver() -> None:
+    """An import may have asked NVML; what that keeps open does not survive a fork. A stage opens it again."""
+    with open("/proc/self/maps") as maps:
+        if not any("libnvidia-ml.so" in line for line in maps):
+            return
+    nvml = ctypes.CDLL("libnvidia-ml.so.1")
+    # Once for every time it was opened; then it says that it is closed.
+    for _ in range(_OPENED_MAX):
+        if nvml.nvmlShutdown() != 0:
+            break
 
 
 def _unfit() -> str | None:

@@ -95,6 +95,8 @@ static unsigned long long used_bytes(struct device *d) {
     return used;
 }
 
+static unsigned inits;
+
 int nvmlInitWithFlags(unsigned flags) {
     struct stat there;
     const char *path = getenv("FAKE_NVML_FILE");
@@ -102,15 +104,21 @@ int nvmlInitWithFlags(unsigned flags) {
     if (fault("driver_not_loaded")) return NOT_LOADED;
     if (fault("hang")) for (;;) pause();
     if (fault("crash")) abort();
+    if (inits++) return OK;
     if (!path || (fd = open(path, O_RDWR | O_CLOEXEC)) < 0 || fstat(fd, &there)) return UNKNOWN;
     head = mmap(NULL, there.st_size, PROT_READ, MAP_SHARED, fd, 0);
     return head == MAP_FAILED || memcmp(head->magic, "SLSIMDEV", 8) || head->version != 1 ? UNKNOWN : OK;
 }
 
-int nvmlShutdown(void) { return OK; }
+int nvmlShutdown(void) {
+    if (!inits) return UNINITIALIZED;
+    if (!--inits) close(fd);
+    return OK;
+}
 
 int nvmlDeviceGetCount_v2(unsigned *count) {
     *count = 0;
+    if (!inits) return UNINITIALIZED;
     for (uint32_t row = 0; row < head->devices; row++) *count += mig_place(row) < 0;
     return OK;
 }

@@ -18,7 +18,9 @@ from deployments import HERE, Site, is_gone, light_stage
 from test_restarts import Up
 
 from stagelaunch.core.engine_spec import EngineSpec
+from stagelaunch.core.inventory import SimulatedMachine
 from stagelaunch.core.run_spec import StageRun
+from stagelaunch.devices.simfile import SimulatedFile
 from stagelaunch.supervisor.forkserver import Forked, Forkservers
 from stagelaunch.supervisor.stage_process import Listener, StageProcess
 from stagelaunch.system import tree
@@ -235,6 +237,35 @@ def test_a_child_that_floods_the_channel_of_a_dead_stage_holds_up_nobody(
             assert all(is_gone(pid) for pid in family)
 
     play(scenario)
+
+
+ASKS_THE_DRIVER = """
+import os
+import pynvml
+from stagelaunch.worker.forkserver import _close_driver
+_close_driver()
+pynvml.nvmlInit()
+pynvml.nvmlInit()
+before = len(os.listdir("/proc/self/fd"))
+_close_driver()
+try:
+    pynvml.nvmlDeviceGetCount()
+except pynvml.NVMLError_Uninitialized:
+    print(before - len(os.listdir("/proc/self/fd")))
+pynvml.nvmlInit()
+print(pynvml.nvmlDeviceGetCount())
+"""
+
+
+def test_a_driver_that_was_asked_during_an_import_is_closed_before_the_fork(
+    fake_nvml: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, spawn: Any
+) -> None:
+    machine = SimulatedMachine(tmp_path / "devices", {0: 1000, 1: 2000}, 0)
+    SimulatedFile.open(machine).close()
+    monkeypatch.setenv("LD_LIBRARY_PATH", str(fake_nvml))
+    monkeypatch.setenv("FAKE_NVML_FILE", str(machine.path))
+    child = spawn(ASKS_THE_DRIVER)
+    assert child.stdout.read() == "1\n2\n"
 
 
 def test_what_is_being_imported_can_be_asked_for(tmp_path: Path) -> None:
