@@ -43,13 +43,14 @@ class Check:
 
 @click.command()
 @click.option("--config", type=click.Path(path_type=Path), help="Look at what this deployment would use.")
+@click.option("--runtime-dir", type=click.Path(path_type=Path), help="Where deployments keep their sockets.")
 @click.option("--json", "as_json", is_flag=True, help="Print the findings as JSON.")
-def doctor(config: Path | None, as_json: bool) -> ExitCode:
+def doctor(config: Path | None, runtime_dir: Path | None, as_json: bool) -> ExitCode:
     """Check devices, driver, libraries, lock directory and leftovers of earlier runs."""
     loaded = None if config is None else load_deployment(config)
     devices, device_checks = check_devices(loaded)
     lock_dir = Path(Deployment.model_fields["lock_dir"].default) if loaded is None else loaded.lock_dir
-    base = default_runtime_dir() if loaded is None else loaded.runtime_dir or default_runtime_dir()
+    base = runtime_dir or (None if loaded is None else loaded.runtime_dir) or default_runtime_dir()
     checks = [
         *device_checks,
         *check_libraries(),

@@ -57,7 +57,8 @@ def _last_run(runtime: Runtime) -> dict[str, Any] | None:
 
 
 def _page(body: dict[str, Any]) -> str:
-    if body["state"] in WAITS:
+    # One that answers shows its stages; one that has none yet, or none between two boots, says what it waits for.
+    if body["state"] in WAITS and "stages" not in body:
         head = f"{body['name']}: waiting for {WAITS[body['state']]} (supervisor pid {body['pid']})"
         return "\n".join([head, *(body["findings"] or [])])
     if body["state"] != "stopped":
@@ -73,4 +74,6 @@ def _page(body: dict[str, Any]) -> str:
             said = next(iter(str(text).splitlines()), "")
             return f"{body['name']}: not running; the last run failed (exit {code}): {where}{said}"
         case last:
-            return f"{body['name']}: not running; the last run ended with exit code {last.get('exit_code')}"
+            why = next(iter(str(last.get("reason") or "").splitlines()), "")
+            code = last.get("exit_code")
+            return f"{body['name']}: not running; the last run ended with exit code {code}{why and f': {why}'}"

@@ -30,7 +30,8 @@ ANSWER_S = 5.0
 def wait(target: str, state: str, timeout_text: str, runtime_dir: Path | None) -> int:
     """Wait until the deployment TARGET is ready, or has stopped; exit 0 then, and 75 after the timeout.
 
-    If it fails or ends instead of becoming ready: its own exit code, and what failed first.
+    If it fails or ends instead of becoming ready, or is not running: its own exit code (1 in place of 0), and what
+    failed first.
     """
     runtime = find_target(target, runtime_dir).runtime
     timeout_s = parse_wait(timeout_text, "--timeout")
@@ -48,7 +49,7 @@ def wait_until(runtime: Runtime, state: str, timeout_s: float) -> int:
                 return ExitCode.OK
             left_s = deadline_s - time.monotonic()
             if owner is None or select.select([owner], [], [], max(0.0, min(POLL_S, left_s)))[0]:
-                return ExitCode.OK if state == "stopped" else _ended(runtime)
+                return ExitCode.OK if state == "stopped" else _ended(runtime, is_over=owner is None)
             if left_s <= 0:
                 took = format_duration(timeout_s)
                 _say(f"{runtime.directory.name} is not {state} after {took}: {_where(runtime, body)}")
@@ -92,8 +93,8 @@ def _where(runtime: Runtime, body: dict[str, Any] | None) -> str:
     )
 
 
-def _ended(runtime: Runtime) -> int:
-    """It ended before it was ready: what it said about that, and its exit code."""
+def _ended(runtime: Runtime, *, is_over: bool) -> int:
+    """It ended before it was ready: what it said about that, and its exit code. ``is_over``: before anybody waited."""
     name, ending = runtime.directory.name, runtime.read_state()
     if not ending:
         raise NotRunningError(f"cannot wait for deployment {name}: it is not running, and no run is recorded here")
@@ -101,8 +102,10 @@ def _ended(runtime: Runtime) -> int:
     if ending.get("state") != "ended" or not isinstance(code, int):
         _say(f"{name} is gone, but died before it could say how it ended; see: nvidia-smi")
         return ExitCode.CLEANUP_INCOMPLETE
-    _say(f"{name} has ended (exit {code}){_first_failure(ending)}")
-    return code
+    what = "is not running; its last run ended" if is_over else "has ended"
+    _say(f"{name} {what} (exit {code}){_first_failure(ending)}")
+    # Whatever it was, it is not ready.
+    return code or ExitCode.STAGE_FAILED
 
 
 def _first_failure(ending: dict[str, Any]) -> str:
@@ -111,7 +114,8 @@ def _first_failure(ending: dict[str, Any]) -> str:
             where = f"stage {stage} failed in phase {phase}: " if stage else ""
             return f": {where}{next(iter(str(text).splitlines()), '')}"
         case _:
-            return ""
+            why = next(iter(str(ending.get("reason") or "").splitlines()), "")
+            return why and f": {why}"
 
 
 def _say(text: str) -> None:

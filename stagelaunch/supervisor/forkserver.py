@@ -118,6 +118,9 @@ class Forkservers:
             wanted = preload_for(run, self._runs)
             if not self._preload or early in self._bare:
                 wanted = replace(wanted, engines=())
+            if wanted.engines:
+                names = [each.name for each in self._runs if early_environment(each) == early]
+                self._say(f"importing the libraries of {', '.join(names)}; then they are started")
             server = self._current[early] = _Server(wanted, self._log, self._say, self._on_useless)
             self._all.append(server)
         return server

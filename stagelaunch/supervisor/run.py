@@ -147,7 +147,8 @@ class _Rounds:
             try:
                 lock_dir, admitted = await self._admit(held)
             except BaseException as error:
-                note_ending(self._runtime, exit_code=_exit_code(error), leftovers=[])
+                reason = str(error) if isinstance(error, StagelaunchError) else None
+                note_ending(self._runtime, exit_code=_exit_code(error), leftovers=[], reason=reason)
                 raise
             session = Session(
                 self._loaded, admitted, self._runtime, self._lock, lock_dir, self._listener, events, self._options,

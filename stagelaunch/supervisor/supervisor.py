@@ -290,7 +290,8 @@ class Supervisor:
                 self._enter_stop(stage_id, StageProcess.terminate)
             case launch.KillStage(stage_id):
                 if not self._is_retried(stage_id):
-                    self._say_of(self._stages[stage_id], "is still there: killing it")
+                    is_late = self._state.stop_requests < 2
+                    self._say_of(self._stages[stage_id], "is still there: killing it" if is_late else "killing it")
                 self._enter_stop(stage_id, StageProcess.kill)
             case launch.WakeAt(at_s):
                 if self._wake is not None:
@@ -422,9 +423,9 @@ class Supervisor:
             self._hooks.on_event(events.of_failure(failure))
         stage.cancel_timers()
         signal = signal_name(-code) if code is not None and code < 0 else None
-        how = "was not started" if code is None else f"ended ({signal or f'exit code {code}'})"
+        how = "not started" if code is None else signal or f"exit code {code}"
         self._hooks.timeline.over(stage.run.stage_id, how)
-        self._say_of(stage, how)
+        self._say_of(stage, "was not started" if code is None else f"ended ({how})")
         self._tell_of(stage, EventKind.ENDED, exit_code=None if signal else code, signal=signal)
         self._ended(stage, failure)
 

@@ -22,6 +22,7 @@ from typing import Any
 import pytest
 from deployments import ROOT, TIMEOUT_S, Ran, Site, light_stage
 
+from stagelaunch.cli import status
 from stagelaunch.cli.wait import wait_until
 from stagelaunch.config_file import load_deployment
 from stagelaunch.core import messages as m
@@ -507,10 +508,26 @@ def test_waiting_for_what_has_ended_gives_its_code_and_its_first_failure(
     failure = {"stage": "talker", "phase": "load", "text": "no room\nat all"}
     runtime.state.write_text(json.dumps({"state": "ended", "exit_code": 124, "pid": 1, "first_failure": failure}))
     assert wait_until(runtime, "ready", 5) == 124
-    assert "omni has ended (exit 124): stage talker failed in phase load: no room\n" in capsys.readouterr().err
+    told = "omni is not running; its last run ended (exit 124): stage talker failed in phase load: no room\n"
+    assert told in capsys.readouterr().err
     assert wait_until(runtime, "stopped", 5) == 0
     runtime.state.write_text(json.dumps({"state": "booting", "pid": 1}))
     assert wait_until(runtime, "ready", 5) == 71
+    # It was ready, and is not: no reason to go on.
+    runtime.state.write_text(json.dumps({"state": "ended", "exit_code": 0, "pid": 1}))
+    assert wait_until(runtime, "ready", 5) == 1
+    runtime.state.write_text(json.dumps({"state": "ended", "exit_code": 2, "pid": 1, "reason": "no room\nhere"}))
+    assert wait_until(runtime, "ready", 5) == 2
+    assert capsys.readouterr().err.endswith("(exit 2): no room\n")
+    body = {"name": "omni", "state": "stopped", "last_run": runtime.read_state()}
+    assert status._page(body) == "omni: not running; the last run ended with exit code 2: no room"
+
+
+def test_a_deployment_that_starts_a_stage_again_is_shown_with_its_stages(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(status, "render_status", lambda body: f"stages of {body['name']}")
+    assert status._page({"name": "omni", "state": "restarting", "pid": 1, "stages": []}) == "stages of omni"
+    waits = {"name": "omni", "state": "restarting", "pid": 1, "findings": None}
+    assert status._page(waits) == "omni: waiting for its restart (supervisor pid 1)"
 
 
 def test_a_refusal_of_the_supervisor_is_an_error_of_the_command(tmp_path: Path) -> None:
