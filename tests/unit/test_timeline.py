@@ -125,6 +125,9 @@ def test_messages_that_make_no_sense_neither_raise_nor_go_back_in_time() -> None
         m.LockWaits(Phase.LOAD, EXCLUSIVE, (), at(8)),
         m.PhaseBegan(Phase.PROFILE, at(9)),
         m.LockTaken(Phase.PROFILE, EXCLUSIVE, 1.0, at(1)),
+        m.PhaseBegan(Phase.READY, at(9)),
+        m.PhaseBegan(Phase.SIZE, at(1e300)),
+        m.Progress(Phase.PROFILE, 10**30, 1, "bytes", at(9)),
         m.Ready(at(10)),
         m.PhaseBegan(Phase.LOAD, at(11)),
     )  # fmt: skip
@@ -214,6 +217,12 @@ def test_the_command_finds_the_only_one_and_writes_what_it_is_asked_for(
     assert f"cannot write --trace {nowhere}: No such file" in capsys.readouterr().err
 
 
+def with_first_phase(body: dict[str, Any], **what: Any) -> str:
+    first = body["attempts"][0]
+    phases = [{**first["phases"][0], **what}, *first["phases"][1:]]
+    return json.dumps({**body, "attempts": [{**first, "phases": phases}]})
+
+
 DAMAGE: dict[str, Callable[[dict[str, Any]], Any]] = {
     "it is not JSON": lambda body: "{",
     "it is not a timeline": lambda body: json.dumps({"version": 1}),
@@ -223,6 +232,10 @@ DAMAGE: dict[str, Callable[[dict[str, Any]], Any]] = {
         {**body, "attempts": [{**body["attempts"][0], "spawned_s": 2.0}]}
     ),
     "nan is not a time": lambda body: json.dumps({**body, "boot_s": float("nan")}),
+    "-1 is not a time": lambda body: json.dumps({**body, "boot_s": -1}),
+    "1e+300 is not a time": lambda body: json.dumps({**body, "started_at": 1e300}),
+    "ready is no phase of a boot": lambda body: with_first_phase(body, phase="ready"),
+    "0 is not a size": lambda body: with_first_phase(body, done_bytes=10**30),
 }
 
 
