@@ -312,3 +312,30 @@ def test_the_file_is_of_this_run_at_once_follows_it_and_outlives_it(
         (7, "SIGKILL", True), (7, "", True), (9, "SIGKILL", False), (10, "", True),
     ]  # fmt: skip
     assert [attempt.pid for attempt in kept.restarts] == [9, 10]
+
+
+def test_what_is_heard_of_a_stage_that_was_restarted_long_ago_stays_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(recording, "KEPT_RESTARTS", 2)
+    path = tmp_path / "timeline.json"
+
+    async def scenario() -> None:
+        recorder = TimelineRecorder(path, "omni", "overlap", ((0,), (1,)), lambda said: None)
+        now_s = asyncio.get_running_loop().time
+        # Each was started twice for its boot: more processes than stages, and none of them is a restart.
+        for stage_id in (0, 1) * 2:
+            recorder.started(run_of(f"stage{stage_id}", stage_id), now_s())
+        for stage_id in (0, 1):
+            recorder.heard(stage_id, m.Ready(now_s()))
+        recorder.ready()
+        for pid, stage_id in enumerate((0, 1, 1, 1, 1)):
+            recorder.started(run_of(f"stage{stage_id}", stage_id), now_s())
+            recorder.runs(stage_id, pid)
+        recorder.over(0, "of stage0")
+        recorder.close()
+
+    asyncio.run(scenario())
+    assert [(each.stage, each.pid, each.how) for each in recorded(path).restarts] == [
+        ("stage0", 0, "of stage0"), ("stage1", 3, ""), ("stage1", 4, ""),
+    ]  # fmt: skip
