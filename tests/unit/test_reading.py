@@ -243,9 +243,12 @@ def test_a_stage_reads_by_the_plan_it_was_given_if_the_files_are_still_the_same(
     assert {path.name for path in plan.stamps} > {"config.json"}
     (tmp_path / "plan").write_text(plan_to_json(plan))
     assert read_plan(tmp_path / "plan") == plan
-    (tmp_path / "plan").write_text(plan_to_json(plan)[:-5])
-    with pytest.raises(StageError, match=r"cannot read the stage's plan of its weights .*; boot again"):
-        read_plan(tmp_path / "plan")
+    text = plan_to_json(plan)
+    edited = text.replace('"items":[[0,', '"items":[[0,1')
+    for damaged in (text[:-5], edited, "", "[]", "\n[]"):
+        (tmp_path / "plan").write_text(damaged)
+        with pytest.raises(StageError, match=r"cannot read the stage's plan of its weights .*; boot again"):
+            read_plan(tmp_path / "plan")
 
 
 @pytest.mark.parametrize(("change", "says"), [("size", "100 bytes then, 99 now"), ("time", "written to, same size")])
