@@ -30,7 +30,8 @@ def _machine_bytes() -> int | None:
 
 def _v2_bytes(directory: Path | None) -> Iterator[int | None]:
     """What each cgroup leaves, from our own up to the root, which has no limit."""
-    while directory is not None and (directory / "memory.current").exists():
+    # Our own need not count memory to be within the limit of one above that does: every cgroup has this file.
+    while directory is not None and (directory / "cgroup.controllers").exists():
         limits = [_number(directory / name) for name in ("memory.max", "memory.high")]
         known = [limit for limit in limits if limit is not None]
         if known:
