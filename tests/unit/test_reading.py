@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import sys
@@ -10,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -21,7 +23,7 @@ from stagelaunch.core.reading import BUFFER_BYTES, Backend, Reading, bypasses_ca
 from stagelaunch.core.units import GIB, MIB
 from stagelaunch.devices.upload import HostUploader
 from stagelaunch.supervisor import weight_plans
-from stagelaunch.weights import files, reader
+from stagelaunch.weights import files, reader, residency
 from stagelaunch.weights.index import FileStamp, read_index
 from stagelaunch.weights.omni_spec import COMPONENTS
 from stagelaunch.weights.plan import ReadItem, TargetSpec, WeightPlan, plan_component
@@ -284,6 +286,20 @@ def test_residency_is_told_by_both_of_the_kernels_answers(tmp_path: Path) -> Non
         left = _by_mincore(fd, 0, 64 * PAGE)
         assert left in (32, 64)  # 64 where the file lies in memory
         assert resident_bytes(fd, [(0, 64 * PAGE)]) == left * PAGE
+
+
+def test_a_kernel_that_does_not_say_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*args: Any, **named: Any) -> None:
+        raise OSError(errno.ENODEV, "No such device")
+
+    path = tmp_path / "s"
+    write(path, 2 * PAGE)
+    monkeypatch.setattr(residency, "_by_cachestat", lambda fd, begin, end: None)
+    with path.open("rb") as file:
+        # Cut short between a look at its size and the mapping.
+        assert residency._mapped_pages(file.fileno(), 0, 4 * PAGE) == 0
+        monkeypatch.setattr(residency.mmap, "mmap", refused)
+        assert resident_bytes(file.fileno(), [(0, 2 * PAGE)]) == 0
 
 
 def test_what_a_reader_may_take() -> None:
