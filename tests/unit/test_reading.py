@@ -273,6 +273,22 @@ def test_a_file_that_changed_since_the_plan_was_made(
         fill(stale, empty(stale), None, quiet)
 
 
+@pytest.mark.parametrize("backend", [Backend.BUFFERED, Backend.DIRECT])
+def test_a_file_that_is_written_to_while_it_is_read(large: tuple[WeightPlan, bytes], backend: Backend) -> None:
+    plan = large[0]
+    shard = plan.items[0].shard
+
+    def write_again(done: int, total: int) -> None:
+        if done == total:
+            write(shard, shard.stat().st_size)
+            os.utime(shard, ns=(0, 1))
+
+    for stamps in ({shard: FileStamp.of(shard.stat())}, {}):
+        with pytest.raises(CheckpointError, match=r"/s: changed since it was checked \(written to, same size\)"):
+            fill(replace(plan, stamps=stamps), empty(plan), None, write_again, Reading(backend))
+        os.utime(shard)
+
+
 def test_residency_is_told_by_both_of_the_kernels_answers(tmp_path: Path) -> None:
     path = tmp_path / "s"
     write(path, 64 * PAGE)
