@@ -23,6 +23,7 @@ from stagelaunch.core.reading import BUFFER_BYTES, Backend, Reading, bypasses_ca
 from stagelaunch.core.units import GIB, MIB
 from stagelaunch.devices.upload import HostUploader
 from stagelaunch.supervisor import weight_plans
+from stagelaunch.supervisor.prefetch import Prefetch
 from stagelaunch.weights import files, reader, residency
 from stagelaunch.weights.index import FileStamp, read_index
 from stagelaunch.weights.omni_spec import COMPONENTS
@@ -271,6 +272,31 @@ def test_a_file_that_changed_since_the_plan_was_made(
     stale = replace(large[0], stamps={shard: FileStamp(1, 1)})
     with pytest.raises(CheckpointError, match="/s: changed since it was checked"):
         fill(stale, empty(stale), None, quiet)
+
+
+@pytest.mark.parametrize("most", [2, 0])
+def test_fewer_threads_than_asked_for_read_as_well(
+    large: tuple[WeightPlan, bytes], most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start, left = threading.Thread.start, [None] * most
+
+    def limited(thread: threading.Thread) -> None:
+        if not left:
+            raise RuntimeError("can't start new thread")
+        left.pop()
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", limited)
+    plan, content = large
+    if most:
+        tensors = empty(plan)
+        fill(plan, tensors, HostUploader(), quiet, Reading(threads=4))
+        assert content_of(tensors["a"]) + content_of(tensors["b"]) == content[20:]
+    else:
+        with pytest.raises(RuntimeError, match="can't start"):
+            fill(plan, empty(plan), None, quiet)
+        Prefetch([(plan.items[0].shard, 0, PAGE)], lambda: GIB).start()
+    assert not [each for each in threading.enumerate() if each.name.startswith("weights")]
 
 
 @pytest.mark.parametrize("backend", [Backend.BUFFERED, Backend.DIRECT])
