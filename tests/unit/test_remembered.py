@@ -455,6 +455,16 @@ def test_a_stage_that_has_measured_learns_by_how_much_it_was_over(lessons) -> No
     assert recall(path / "remembered.json", (RUN,), reuse=False).runs == (KNOWN,)
 
 
+def test_a_correction_that_leaves_no_kv_cache_is_forgotten(lessons) -> None:
+    made, stages, path, _ = lessons
+    made.learn(stages[4], failed(Phase.CAPTURE, retry=True, over=100))
+    assert made.learn(stages[4], failed(Phase.SIZE)) == ", with its graphs as estimated"
+    assert run_from_json((path / "run.json").read_text(), 4).graphs_correction_bytes == 0
+    b = replace(RUN, name="b", stage_id=4)
+    assert recall(path / "remembered.json", (b,), reuse=False).runs == (b,)
+    assert made.learn(stages[4], failed(Phase.SIZE)) is None
+
+
 def test_every_measured_ledger_is_kept_and_one_by_a_plan_is_not(lessons) -> None:
     made, stages, path, _ = lessons
     by_plan = sized_by(PLAN, PLAN.budget, PLAN.context, READ)
