@@ -64,6 +64,8 @@ def flaw(entry: Remembered) -> str | None:
         return f"has a margin of {format_size(ledger.margin.size_bytes)}"
     if ledger.num_blocks != (blocks := _blocks(ledger)):
         return f"has {ledger.num_blocks} KV blocks where its terms give {blocks}"
+    if ledger.kv.size_bytes != blocks * ledger.block_bytes:
+        return f"has {blocks} KV blocks in {format_size(ledger.kv.size_bytes)}"
     return None
 
 

@@ -10,13 +10,15 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from math import isfinite
 from typing import Any
 
 from stagelaunch.core import messages as m
-from stagelaunch.core.phases import LockMode, Phase
+from stagelaunch.core.phases import BOOT_PHASES, LockMode, Phase
 
 VERSION = 1
+_LATEST_S = 1e11
+"""No clock is ever this late: thirty centuries."""
+_SIZE_MAX = 2**63
 
 
 @dataclass(frozen=True)
@@ -125,7 +127,7 @@ def apply(attempt: Attempt, message: m.Message, zero_s: float) -> Attempt:
     Never raises: a time that goes back counts as the latest one known, one that is none is left out.
     """
     at_s = getattr(message, "at_s", None)
-    if at_s is None or not isfinite(at_s) or attempt.ready_s is not None or attempt.failed_s is not None:
+    if at_s is None or not abs(at_s) <= _LATEST_S or attempt.ready_s is not None or attempt.failed_s is not None:
         return attempt
     return _apply(attempt, message, max(at_s - zero_s, latest_s(attempt)))
 
@@ -133,7 +135,7 @@ def apply(attempt: Attempt, message: m.Message, zero_s: float) -> Attempt:
 def _apply(attempt: Attempt, message: m.Message, at_s: float) -> Attempt:
     last = attempt.phases[-1]
     match message:
-        case m.PhaseBegan(phase):
+        case m.PhaseBegan(phase) if phase in BOOT_PHASES:
             return _with_last(attempt, _closed(last, at_s), PhaseRecord(phase, at_s))
         case m.PhaseEnded():
             return _with_last(attempt, _closed(last, at_s))
@@ -145,7 +147,7 @@ def _apply(attempt: Attempt, message: m.Message, at_s: float) -> Attempt:
             return _with_last(attempt, replace(last, holds=(*last.holds[: len(last.holds) - bool(waiting)], taken)))
         case m.LockReleased():
             return _with_last(attempt, _let_go(last, at_s))
-        case m.Progress(_, done, _, "bytes"):
+        case m.Progress(_, done, _, "bytes") if 0 <= done < _SIZE_MAX:
             return _with_last(attempt, replace(last, done_bytes=done))
         case m.Ready():
             return replace(_with_last(attempt, _closed(last, at_s)), ready_s=at_s)
@@ -293,13 +295,15 @@ def _attempt(body: Mapping[str, Any]) -> Attempt:
 
 
 def _phase(body: Mapping[str, Any]) -> PhaseRecord:
-    done = body["done_bytes"]
+    done, phase = body["done_bytes"], Phase(body["phase"])
+    if phase not in BOOT_PHASES:
+        raise ValueError(f"{phase} is no phase of a boot")
     return PhaseRecord(
-        Phase(body["phase"]),
+        phase,
         _number(body["began_s"]),
         _optional(body["ended_s"]),
         tuple(_hold(hold) for hold in body["holds"]),
-        None if done is None else int(done),
+        None if done is None else _size(done),
     )
 
 
@@ -322,9 +326,15 @@ def _text(value: Any) -> str:
 
 
 def _number(value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not isfinite(value):
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= _LATEST_S:
         raise TypeError(f"{value!r} is not a time")
     return float(value)
+
+
+def _size(value: Any) -> int:
+    if not isinstance(value, int) or not 0 <= value < _SIZE_MAX:
+        raise TypeError(f"{value!r} is not a size")
+    return value
 
 
 def _optional(value: Any) -> float | None:

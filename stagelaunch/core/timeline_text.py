@@ -115,7 +115,8 @@ def _bar(parts: Sequence[Piece], whole_s: float) -> str:
     shares: list[defaultdict[str, float]] = [defaultdict(float) for _ in range(BAR_CHARS)]
     for piece in parts:
         char = _LETTERS[piece.phase] if piece.waits_for is None else _WAIT_CHAR
-        for column in range(int(piece.began_s / column_s), min(int(piece.ended_s / column_s) + 1, BAR_CHARS)):
+        first, last = (int(min(time_s / column_s, BAR_CHARS)) for time_s in (piece.began_s, piece.ended_s))
+        for column in range(first, min(last + 1, BAR_CHARS)):
             began_s, ended_s = column * column_s, (column + 1) * column_s
             shares[column][char] += max(0.0, min(piece.ended_s, ended_s) - max(piece.began_s, began_s))
     return "".join(max(share, key=share.__getitem__) if any(share.values()) else " " for share in shares)

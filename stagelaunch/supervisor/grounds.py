@@ -131,15 +131,23 @@ def checkpoint_mark(model_dir: Path) -> str:
 
 def _checkpoint_parts(model_dir: Path) -> Iterator[list[Any]]:
     try:
-        names = sorted(os.listdir(model_dir))
+        names = set(os.listdir(model_dir))
     except OSError as error:
         yield ["directory", error.errno]
         return
-    for name in names:
-        if name in (CONFIG_NAME, INDEX_NAME):
-            yield [name, _content_mark(model_dir / name)]
-        elif name.endswith(_WEIGHT_SUFFIXES):
-            yield [name, _file_mark(model_dir / name)]
+    weights = {name for name in names if name.endswith(_WEIGHT_SUFFIXES)} | _indexed(model_dir / INDEX_NAME)
+    for name in sorted(names & {CONFIG_NAME, INDEX_NAME}):
+        yield [name, _content_mark(model_dir / name)]
+    for name in sorted(weights):
+        yield [name, _file_mark(model_dir / name)]
+
+
+def _indexed(path: Path) -> set[str]:
+    """The files that an index names, wherever they lie and whatever they are called; none of one that is no index."""
+    try:
+        return set(filter(None, map(str, json.loads(read_regular(path))["weight_map"].values())))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return set()
 
 
 def _content_mark(path: Path) -> str:
@@ -152,8 +160,8 @@ def _content_mark(path: Path) -> str:
 def _file_mark(path: Path) -> list[Any]:
     try:
         status = path.stat()
-    except OSError as error:
-        return [path.name, error.errno]
+    except (OSError, ValueError) as error:
+        return [path.name, getattr(error, "errno", None)]
     return [path.name, status.st_size, status.st_mtime_ns]
 
 

@@ -12,6 +12,7 @@ from dataclasses import replace
 
 from stagelaunch.core import messages as m
 from stagelaunch.core.ledger import correction_bytes
+from stagelaunch.core.phases import Phase
 from stagelaunch.core.remembered import BY_PLAN, measured
 from stagelaunch.core.run_spec import runs_to_json
 from stagelaunch.core.units import format_size
@@ -37,6 +38,11 @@ class Lessons:
             stage.run = replace(stage.run, remembered=None)
             self._remember(stage, "that its plan did not hold")
             return ", and measures" if self._tell_next(stage) else None
+        if message.phase is Phase.SIZE and stage.run.graphs_correction_bytes:
+            # No boot would ever get as far as to find it wrong.
+            stage.run = replace(stage.run, graphs_correction_bytes=0)
+            self._remember(stage, "that its graphs are not taken to be larger than estimated any more")
+            return ", with its graphs as estimated" if self._tell_next(stage) else None
         if message.overshoot_bytes:
             correction = stage.run.graphs_correction_bytes + correction_bytes(message.overshoot_bytes)
             stage.run = replace(stage.run, graphs_correction_bytes=correction)

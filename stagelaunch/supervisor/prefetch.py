@@ -68,9 +68,10 @@ class Prefetch:
         return cls(ranges, room)
 
     def start(self) -> None:
-        """Begin, in a thread of its own."""
+        """Begin, in a thread of its own; where none can be had, never."""
         if self._ranges:
-            self._thread.start()
+            with suppress(RuntimeError):
+                self._thread.start()
 
     def stop(self) -> None:
         """Leave off. Returns at once; a step that is under way ends by itself."""
@@ -78,7 +79,7 @@ class Prefetch:
 
     def join(self, timeout_s: float) -> bool:
         """Whether it is over within that time. For tests and measurements: a boot never waits for it."""
-        if self._ranges:
+        if self._thread.ident is not None:
             self._thread.join(timeout_s)
         return not self._thread.is_alive()
 

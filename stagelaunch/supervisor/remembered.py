@@ -20,6 +20,7 @@ from stagelaunch.core.messages import ledger_from_json
 from stagelaunch.core.remembered import Remembered, changed, flaw
 from stagelaunch.core.run_spec import StageRun
 from stagelaunch.system.regular import read_own
+from stagelaunch.weights.faults import printable
 
 VERSION = 1
 MAX_BYTES = 64 * 1024 * 1024
@@ -47,7 +48,7 @@ def recall(path: Path, runs: tuple[StageRun, ...], *, reuse: bool) -> Recalled:
     except FileNotFoundError:
         known = {}
     except (OSError, ValueError) as error:
-        why = error.strerror if isinstance(error, OSError) else error
+        why = printable(str(error.strerror if isinstance(error, OSError) else error))
         return Recalled(runs, (f"what earlier boots have measured is ignored: {path}: {why}",))
     reasons = {run.name: _why_not(known.get(run.name), run) for run in runs}
     found = tuple(run if reasons[run.name] else _knowing(run, known[run.name], reuse=reuse) for run in runs)
@@ -65,7 +66,7 @@ def _why_not(entry: Remembered | None, run: StageRun) -> str | None:
     if entry is None:
         return "no earlier boot is remembered"
     if names := changed(entry.grounds, run.grounds):
-        return f"changed since: {', '.join(names)}"
+        return f"changed since: {printable(', '.join(names))}"
     return None if (text := flaw(entry)) is None else f"what is remembered cannot be: it {text}"
 
 

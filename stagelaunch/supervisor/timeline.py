@@ -25,7 +25,7 @@ WRITE_EVERY_S = 1.0
 WRITE_SHARE = 0.05
 """Of the loop's time, at most."""
 KEPT_RESTARTS = 200
-"""Processes kept that were started after the boot; the oldest go first."""
+"""Processes kept that were started after the boot; the oldest that are over go first."""
 
 
 class TimelineRecorder:
@@ -131,8 +131,12 @@ class TimelineRecorder:
 
     def _forget_old_restarts(self) -> None:
         boot_s = self._timeline.boot_s
-        if boot_s is None or len(self._attempts) < len(self._latest) + KEPT_RESTARTS:
+        if boot_s is None:
             return
-        oldest = next(i for i, attempt in enumerate(self._attempts) if attempt.spawned_s >= boot_s)
+        restarts = [i for i, attempt in enumerate(self._attempts) if attempt.spawned_s >= boot_s]
+        # Not the present process of a stage that was restarted long ago: more is to be heard of it.
+        oldest = next((i for i in restarts if i not in self._latest.values()), None)
+        if oldest is None or len(restarts) < KEPT_RESTARTS:
+            return
         del self._attempts[oldest]
         self._latest = {stage: place - (place > oldest) for stage, place in self._latest.items()}

@@ -18,7 +18,7 @@ _V1_LIMIT_NONE = 2**62
 
 def usable_bytes() -> int | None:
     """What this process and its children may take now without anything being killed; None where nothing says."""
-    found = [_machine_bytes(), *_v2_bytes(own_directory()), _v1_bytes(_v1_directory())]
+    found = [_machine_bytes(), *_v2_bytes(own_directory()), *_v1_bytes(_v1_directory())]
     known = [size for size in found if size is not None]
     return max(0, min(known)) if known else None
 
@@ -30,7 +30,8 @@ def _machine_bytes() -> int | None:
 
 def _v2_bytes(directory: Path | None) -> Iterator[int | None]:
     """What each cgroup leaves, from our own up to the root, which has no limit."""
-    while directory is not None and (directory / "memory.current").exists():
+    # Our own need not count memory to be within the limit of one above that does: every cgroup has this file.
+    while directory is not None and (directory / "cgroup.controllers").exists():
         limits = [_number(directory / name) for name in ("memory.max", "memory.high")]
         known = [limit for limit in limits if limit is not None]
         if known:
@@ -38,14 +39,14 @@ def _v2_bytes(directory: Path | None) -> Iterator[int | None]:
         directory = directory.parent
 
 
-def _v1_bytes(directory: Path | None) -> int | None:
-    if directory is None:
-        return None
-    stat = _read(directory / "memory.stat")
-    limit = _numbers(stat).get("hierarchical_memory_limit", _V1_LIMIT_NONE)
-    if limit >= _V1_LIMIT_NONE:
-        return None
-    return headroom(limit, _number(directory / "memory.usage_in_bytes"), stat)
+def _v1_bytes(directory: Path | None) -> Iterator[int | None]:
+    """The same: a limit is named in every cgroup below the one that has it, but what is used of it is not."""
+    while directory is not None and (directory / "memory.usage_in_bytes").exists():
+        stat = _read(directory / "memory.stat")
+        limit = _numbers(stat).get("hierarchical_memory_limit", _V1_LIMIT_NONE)
+        if limit < _V1_LIMIT_NONE:
+            yield headroom(limit, _number(directory / "memory.usage_in_bytes"), stat)
+        directory = directory.parent
 
 
 def headroom(limit_bytes: int, used_bytes: int | None, stat: str) -> int | None:

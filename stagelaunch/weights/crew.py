@@ -16,7 +16,7 @@ Result = TypeVar("Result")
 
 
 class Crew(Generic[Job, Result]):
-    """``count`` threads that take the next job whenever they are done with one.
+    """``count`` threads, or as many as can be had, that take the next job whenever they are done with one.
 
     ``do`` runs in them; ``wake`` is called when they are to end, and must make a ``do`` that waits for the caller
     raise or return.
@@ -36,20 +36,25 @@ class Crew(Generic[Job, Result]):
     @contextmanager
     def at_work(self) -> Iterator[Iterator[Result]]:
         """Results in the order in which they come. What a job raises first is raised here, once."""
-        started = []
+        started: list[threading.Thread] = []
         try:
             for thread in self._threads:
-                thread.start()
+                try:
+                    thread.start()
+                except RuntimeError:
+                    # No more threads may be had: fewer are slower, and only without any there is nobody to do it.
+                    if not started:
+                        raise
+                    break
                 started.append(thread)
-            yield self._results()
+            yield self._results(len(started))
         finally:
             self._stop.set()
             self._wake()
             for thread in started:
                 thread.join()
 
-    def _results(self) -> Iterator[Result]:
-        running = len(self._threads)
+    def _results(self, running: int) -> Iterator[Result]:
         while running:
             match self._done.get():
                 case None:

@@ -53,19 +53,27 @@ def _change(now: FileStamp, then: FileStamp) -> str | None:
 def opened(
     shards: Iterable[Path], stamps: Mapping[Path, FileStamp], *, direct: bool = False
 ) -> Iterator[Mapping[Path, int]]:
-    """A descriptor of each shard, closed in the end. CheckpointError for one that is not there or has changed."""
+    """A descriptor of each shard, closed in the end. CheckpointError for one that is not there or has changed, also by
+    the time the body is done: then what it has read may be half of one file and half of another.
+    """
     with ExitStack() as stack:
-        fds = {}
+        fds, known = dict[Path, int](), dict(stamps)
         for shard in shards:
             fds[shard] = _open(shard, direct=direct)
             stack.callback(os.close, fds[shard])
             status = os.fstat(fds[shard])
             if not stat.S_ISREG(status.st_mode):
                 raise fault(shard, "is not a regular file; it was one when the boot began")
-            text = _change(FileStamp.of(status), stamps.get(shard, FileStamp.of(status)))
-            if text is not None:
-                raise fault(shard, text)
+            _refuse_change(shard, status, known.setdefault(shard, FileStamp.of(status)))
         yield fds
+        for shard, fd in fds.items():
+            _refuse_change(shard, os.fstat(fd), known[shard])
+
+
+def _refuse_change(shard: Path, now: os.stat_result, then: FileStamp) -> None:
+    text = _change(FileStamp.of(now), then)
+    if text is not None:
+        raise fault(shard, text)
 
 
 def _open(shard: Path, *, direct: bool) -> int:

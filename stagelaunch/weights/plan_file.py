@@ -1,10 +1,12 @@
 """A stage's plan of its weights as a file: the supervisor reads all headers once, a worker only what concerns it.
 
-Not for keeping: a plan holds for the run it was made for, and for files that have not changed since.
+Not for keeping: a plan holds for the run it was made for, and for files that have not changed since. Its checksum comes
+first: reads that are not the plan's would leave parameters as they are, and nobody would see it.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 from pathlib import Path
 from typing import Any
@@ -31,15 +33,23 @@ def plan_to_json(plan: WeightPlan) -> str:
             for item in plan.items
         ],
     }
-    return json.dumps(body, separators=(",", ":"))
+    text = json.dumps(body, separators=(",", ":"))
+    return f"{_checksum(text.encode())}\n{text}"
 
 
 def read_plan(path: Path) -> WeightPlan:
     """The plan in a file that ``plan_to_json`` gave. StageError when it cannot be read or is something else."""
     try:
-        return _plan(json.loads(read_regular(path)))
+        checksum, _, text = read_regular(path).partition(b"\n")
+        if checksum.decode() != _checksum(text):
+            raise ValueError("its checksum is wrong")
+        return _plan(json.loads(text))
     except (OSError, ValueError, KeyError, TypeError, IndexError, RecursionError) as error:
         raise StageError(f"cannot read the stage's plan of its weights {path}: {error!r:.200}; boot again") from error
+
+
+def _checksum(text: bytes) -> str:
+    return hashlib.sha256(text).hexdigest()
 
 
 def _plan(body: dict[str, Any]) -> WeightPlan:

@@ -6,6 +6,7 @@ import ctypes
 import mmap
 import os
 from collections.abc import Iterable
+from contextlib import suppress
 
 _CACHESTAT = 451
 """Its number on every architecture; Linux 6.5."""
@@ -50,11 +51,18 @@ def _by_mincore(fd: int, begin: int, end: int) -> int:
     end = min(end, os.fstat(fd).st_size)
     for start in range(begin, end, _WINDOW_BYTES):
         length = min(_WINDOW_BYTES, end - start)
-        vector = (ctypes.c_ubyte * -(-length // mmap.PAGESIZE))()
+        pages += _mapped_pages(fd, start, length)
+    return pages
+
+
+def _mapped_pages(fd: int, start: int, length: int) -> int:
+    vector = (ctypes.c_ubyte * -(-length // mmap.PAGESIZE))()
+    # Not every file can be mapped, memory may be too short to promise it, and the file may just have been cut short.
+    with suppress(OSError, ValueError):
         # A private mapping that may be written has an address that ctypes can take; nothing is written.
         with mmap.mmap(fd, length, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE, offset=start) as area:
             view = (ctypes.c_ubyte * length).from_buffer(area)
             failed = _libc.mincore(ctypes.addressof(view), length, ctypes.byref(vector))
             del view
-        pages += 0 if failed else sum(byte & 1 for byte in bytes(vector))
-    return pages
+        return 0 if failed else sum(byte & 1 for byte in bytes(vector))
+    return 0

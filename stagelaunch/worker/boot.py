@@ -123,6 +123,7 @@ class Boot:
             _refuse_plan(outgrown(plan, readings))
         with self._reporter.phase(Phase.SIZE):
             ledger = sized_by(plan, self._budget(), context, readings)
+            _refuse_plan(self._shortage(ledger, self._engine.kv_layout))
             self._reporter.ledger(ledger, final=False)
         return ledger
 
@@ -216,8 +217,11 @@ class Boot:
             return reserved_after - reserved_before
         return held_after - held_before
 
+    def _shortage(self, ledger: Ledger, layout: KVLayout | None) -> str | None:
+        return shortage(ledger, layout, self._run.spec.max_model_len, self._device.total_bytes())
+
     def _check_size(self, ledger: Ledger, layout: KVLayout | None) -> None:
-        short = shortage(ledger, layout, self._run.spec.max_model_len, self._device.total_bytes())
+        short = self._shortage(ledger, layout)
         if short is not None:
             raise BudgetTooSmallError(f"cannot size the KV cache: {short}")
 

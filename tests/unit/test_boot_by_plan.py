@@ -18,8 +18,9 @@ from stagelaunch.core.errors import RememberedPlanError
 from stagelaunch.core.inventory import SimulatedMachine
 from stagelaunch.core.ledger import KVLayout, Ledger, Source
 from stagelaunch.core.phases import LockMode, Phase
+from stagelaunch.core.remembered import Remembered, flaw
 from stagelaunch.core.run_spec import StageRun
-from stagelaunch.core.units import MIB
+from stagelaunch.core.units import GIB, MIB
 from stagelaunch.devices.simulated import SimulatedDevice
 from stagelaunch.system.locks import DeviceLocks, LockDirectory
 from stagelaunch.worker.boot import Boot
@@ -229,6 +230,21 @@ def test_a_plan_that_does_not_hold_is_found_and_worth_a_fresh_process(
         assert told.current is phase
     assert ("kv" in engine.asked) is kv_was_allocated
     assert RememberedPlanError.retry
+
+
+def test_a_plan_whose_kv_cache_holds_no_request_is_refused_before_it_is_allocated(bench: Bench) -> None:
+    bench.untold = True
+    plan = bench.boot().ledger
+    # Nothing that is read later could tell: the estimate is what the KV cache was sized by, and is gone by then.
+    lie = replace(plan, graphs_estimate_bytes=GIB, num_blocks=0, kv=replace(plan.kv, size_bytes=0))
+    assert flaw(Remembered({}, 0, lie)) is None
+    engine = SmallEngine()
+    with (
+        bench.walking(lie, engine) as (boot, _),
+        pytest.raises(RememberedPlanError, match="the stage does not fit its budget"),
+    ):
+        boot.walk()
+    assert "kv" not in engine.asked
 
 
 def test_a_stranger_s_memory_makes_it_measure_at_once(bench: Bench, capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,7 +14,7 @@ from stagelaunch.core.prefetch import FREE_SHARE, MIN_MARGIN_BYTES, StageBytes, 
 from stagelaunch.core.units import GIB, MIB
 from stagelaunch.supervisor import prefetch as deed
 from stagelaunch.supervisor.prefetch import STEP_BYTES, Prefetch
-from stagelaunch.system.host_memory import headroom, locate_v1, usable_bytes
+from stagelaunch.system.host_memory import _v1_bytes, _v2_bytes, headroom, locate_v1, usable_bytes
 from stagelaunch.weights.residency import resident_bytes
 
 STAGES = st.lists(
@@ -157,3 +157,24 @@ def test_memory_within_the_limits_of_cgroups() -> None:
     assert locate_v1(V1_MOUNTS, "0::/x\n") is None
     usable = usable_bytes()
     assert usable is None or usable > 0
+
+
+def test_a_limit_above_a_cgroup_that_counts_no_memory_counts(tmp_path: Path) -> None:
+    inner = tmp_path / "limited" / "not counted"
+    inner.mkdir(parents=True)
+    for directory in (tmp_path, inner.parent, inner):
+        files = {"cgroup.controllers": ""}
+        if directory == inner.parent:
+            files |= {"memory.max": "1000", "memory.high": "max", "memory.current": "600", "memory.stat": ""}
+        for name, text in files.items():
+            (directory / name).write_text(text)
+    assert list(_v2_bytes(inner)) == [400]
+
+
+def test_what_others_use_of_a_limit_above_both_counts(tmp_path: Path) -> None:
+    inner = tmp_path / "limited" / "ours"
+    inner.mkdir(parents=True)
+    for directory, used in ((inner.parent, 900), (inner, 100)):
+        (directory / "memory.stat").write_text("hierarchical_memory_limit 1000\n")
+        (directory / "memory.usage_in_bytes").write_text(str(used))
+    assert min(filter(None, _v1_bytes(inner))) == 100

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import sys
@@ -10,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -21,7 +23,8 @@ from stagelaunch.core.reading import BUFFER_BYTES, Backend, Reading, bypasses_ca
 from stagelaunch.core.units import GIB, MIB
 from stagelaunch.devices.upload import HostUploader
 from stagelaunch.supervisor import weight_plans
-from stagelaunch.weights import files, reader
+from stagelaunch.supervisor.prefetch import Prefetch
+from stagelaunch.weights import files, reader, residency
 from stagelaunch.weights.index import FileStamp, read_index
 from stagelaunch.weights.omni_spec import COMPONENTS
 from stagelaunch.weights.plan import ReadItem, TargetSpec, WeightPlan, plan_component
@@ -243,9 +246,12 @@ def test_a_stage_reads_by_the_plan_it_was_given_if_the_files_are_still_the_same(
     assert {path.name for path in plan.stamps} > {"config.json"}
     (tmp_path / "plan").write_text(plan_to_json(plan))
     assert read_plan(tmp_path / "plan") == plan
-    (tmp_path / "plan").write_text(plan_to_json(plan)[:-5])
-    with pytest.raises(StageError, match=r"cannot read the stage's plan of its weights .*; boot again"):
-        read_plan(tmp_path / "plan")
+    text = plan_to_json(plan)
+    edited = text.replace('"items":[[0,', '"items":[[0,1')
+    for damaged in (text[:-5], edited, "", "[]", "\n[]"):
+        (tmp_path / "plan").write_text(damaged)
+        with pytest.raises(StageError, match=r"cannot read the stage's plan of its weights .*; boot again"):
+            read_plan(tmp_path / "plan")
 
 
 @pytest.mark.parametrize(("change", "says"), [("size", "100 bytes then, 99 now"), ("time", "written to, same size")])
@@ -268,6 +274,47 @@ def test_a_file_that_changed_since_the_plan_was_made(
         fill(stale, empty(stale), None, quiet)
 
 
+@pytest.mark.parametrize("most", [2, 0])
+def test_fewer_threads_than_asked_for_read_as_well(
+    large: tuple[WeightPlan, bytes], most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start, left = threading.Thread.start, [None] * most
+
+    def limited(thread: threading.Thread) -> None:
+        if not left:
+            raise RuntimeError("can't start new thread")
+        left.pop()
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", limited)
+    plan, content = large
+    if most:
+        tensors = empty(plan)
+        fill(plan, tensors, HostUploader(), quiet, Reading(threads=4))
+        assert content_of(tensors["a"]) + content_of(tensors["b"]) == content[20:]
+    else:
+        with pytest.raises(RuntimeError, match="can't start"):
+            fill(plan, empty(plan), None, quiet)
+        Prefetch([(plan.items[0].shard, 0, PAGE)], lambda: GIB).start()
+    assert not [each for each in threading.enumerate() if each.name.startswith("weights")]
+
+
+@pytest.mark.parametrize("backend", [Backend.BUFFERED, Backend.DIRECT])
+def test_a_file_that_is_written_to_while_it_is_read(large: tuple[WeightPlan, bytes], backend: Backend) -> None:
+    plan = large[0]
+    shard = plan.items[0].shard
+
+    def write_again(done: int, total: int) -> None:
+        if done == total:
+            write(shard, shard.stat().st_size)
+            os.utime(shard, ns=(0, 1))
+
+    for stamps in ({shard: FileStamp.of(shard.stat())}, {}):
+        with pytest.raises(CheckpointError, match=r"/s: changed since it was checked \(written to, same size\)"):
+            fill(replace(plan, stamps=stamps), empty(plan), None, write_again, Reading(backend))
+        os.utime(shard)
+
+
 def test_residency_is_told_by_both_of_the_kernels_answers(tmp_path: Path) -> None:
     path = tmp_path / "s"
     write(path, 64 * PAGE)
@@ -281,6 +328,20 @@ def test_residency_is_told_by_both_of_the_kernels_answers(tmp_path: Path) -> Non
         left = _by_mincore(fd, 0, 64 * PAGE)
         assert left in (32, 64)  # 64 where the file lies in memory
         assert resident_bytes(fd, [(0, 64 * PAGE)]) == left * PAGE
+
+
+def test_a_kernel_that_does_not_say_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*args: Any, **named: Any) -> None:
+        raise OSError(errno.ENODEV, "No such device")
+
+    path = tmp_path / "s"
+    write(path, 2 * PAGE)
+    monkeypatch.setattr(residency, "_by_cachestat", lambda fd, begin, end: None)
+    with path.open("rb") as file:
+        # Cut short between a look at its size and the mapping.
+        assert residency._mapped_pages(file.fileno(), 0, 4 * PAGE) == 0
+        monkeypatch.setattr(residency.mmap, "mmap", refused)
+        assert resident_bytes(file.fileno(), [(0, 2 * PAGE)]) == 0
 
 
 def test_what_a_reader_may_take() -> None:

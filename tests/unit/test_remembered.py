@@ -137,6 +137,7 @@ def test_a_driver_that_tells_nothing_leaves_the_terms() -> None:
         {"weights": Term(-1, Source.ALLOCATOR)},
         {"weights": Term(NOW.size_bytes, Source.ALLOCATOR, -1)},
         {"margin": Term(0, Source.RULE)},
+        {"kv": Term(PLAN.kv.size_bytes - 1, Source.RULE)},
         {"held_bytes": 3 * GIB},
         {"held_bytes": 2**60},
         {"activations": Term(2 * GIB, Source.PROFILE)},
@@ -237,6 +238,19 @@ def test_a_file_of_another_version_is_ignored(tmp_path) -> None:
 def test_an_entry_of_another_shape_spoils_the_file(tmp_path, change) -> None:
     forged(tmp_path / "r", lambda body: change(body["stages"]["talker"]))
     assert_ignored(tmp_path / "r", "")
+
+
+@pytest.mark.parametrize("text", ["\x1b[31m", "\ud800", "a\nb", "long " * 1000])
+def test_no_word_of_the_file_reaches_a_terminal_as_it_is(tmp_path, text) -> None:
+    for change in (
+        lambda body: body["stages"]["talker"]["grounds"].update({text: "x"}),
+        lambda body: body.update(version=text),
+        lambda body: body["stages"]["talker"]["ledger"].update({text: body["stages"]["talker"]["ledger"]["kv"]}),
+    ):
+        forged(tmp_path / "r", change)
+        (remark,) = recall(tmp_path / "r", (RUN,), reuse=True).remarks
+        assert remark.isprintable()
+        assert len(remark) < 300 + len(str(tmp_path))
 
 
 def test_a_byte_that_flipped_and_a_file_cut_short_are_seen(tmp_path) -> None:
@@ -370,6 +384,13 @@ def test_a_checkpoint_is_known_by_config_index_and_the_size_and_time_of_its_shar
     os.utime(shard, ns=(1, 1))
     seen.append(grounds.checkpoint_mark(tmp_path))
     assert len(set(seen)) == len(seen)
+    # An index may put them into directories, and call them anything.
+    (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {"a": "parts/1", "b": "\\u0000", "c": 1}}')
+    seen.append(grounds.checkpoint_mark(tmp_path))
+    (tmp_path / "parts").mkdir()
+    (tmp_path / "parts" / "1").write_text("a")
+    seen.append(grounds.checkpoint_mark(tmp_path))
+    assert len(set(seen)) == len(seen)
     (tmp_path / "README.md").write_text("nothing that is loaded")
     os.utime(tmp_path / "config.json", ns=(1, 1))
     assert grounds.checkpoint_mark(tmp_path) == seen[-1]
@@ -432,6 +453,16 @@ def test_a_stage_that_has_measured_learns_by_how_much_it_was_over(lessons) -> No
     assert said == ["gets 105 B less KV cache than estimated from now on"]
     # The other's plan is kept beside it.
     assert recall(path / "remembered.json", (RUN,), reuse=False).runs == (KNOWN,)
+
+
+def test_a_correction_that_leaves_no_kv_cache_is_forgotten(lessons) -> None:
+    made, stages, path, _ = lessons
+    made.learn(stages[4], failed(Phase.CAPTURE, retry=True, over=100))
+    assert made.learn(stages[4], failed(Phase.SIZE)) == ", with its graphs as estimated"
+    assert run_from_json((path / "run.json").read_text(), 4).graphs_correction_bytes == 0
+    b = replace(RUN, name="b", stage_id=4)
+    assert recall(path / "remembered.json", (b,), reuse=False).runs == (b,)
+    assert made.learn(stages[4], failed(Phase.SIZE)) is None
 
 
 def test_every_measured_ledger_is_kept_and_one_by_a_plan_is_not(lessons) -> None:

@@ -125,6 +125,9 @@ def test_messages_that_make_no_sense_neither_raise_nor_go_back_in_time() -> None
         m.LockWaits(Phase.LOAD, EXCLUSIVE, (), at(8)),
         m.PhaseBegan(Phase.PROFILE, at(9)),
         m.LockTaken(Phase.PROFILE, EXCLUSIVE, 1.0, at(1)),
+        m.PhaseBegan(Phase.READY, at(9)),
+        m.PhaseBegan(Phase.SIZE, at(1e300)),
+        m.Progress(Phase.PROFILE, 10**30, 1, "bytes", at(9)),
         m.Ready(at(10)),
         m.PhaseBegan(Phase.LOAD, at(11)),
     )  # fmt: skip
@@ -214,6 +217,12 @@ def test_the_command_finds_the_only_one_and_writes_what_it_is_asked_for(
     assert f"cannot write --trace {nowhere}: No such file" in capsys.readouterr().err
 
 
+def with_first_phase(body: dict[str, Any], **what: Any) -> str:
+    first = body["attempts"][0]
+    phases = [{**first["phases"][0], **what}, *first["phases"][1:]]
+    return json.dumps({**body, "attempts": [{**first, "phases": phases}]})
+
+
 DAMAGE: dict[str, Callable[[dict[str, Any]], Any]] = {
     "it is not JSON": lambda body: "{",
     "it is not a timeline": lambda body: json.dumps({"version": 1}),
@@ -223,6 +232,10 @@ DAMAGE: dict[str, Callable[[dict[str, Any]], Any]] = {
         {**body, "attempts": [{**body["attempts"][0], "spawned_s": 2.0}]}
     ),
     "nan is not a time": lambda body: json.dumps({**body, "boot_s": float("nan")}),
+    "-1 is not a time": lambda body: json.dumps({**body, "boot_s": -1}),
+    "1e+300 is not a time": lambda body: json.dumps({**body, "started_at": 1e300}),
+    "ready is no phase of a boot": lambda body: with_first_phase(body, phase="ready"),
+    "0 is not a size": lambda body: with_first_phase(body, done_bytes=10**30),
 }
 
 
@@ -299,3 +312,30 @@ def test_the_file_is_of_this_run_at_once_follows_it_and_outlives_it(
         (7, "SIGKILL", True), (7, "", True), (9, "SIGKILL", False), (10, "", True),
     ]  # fmt: skip
     assert [attempt.pid for attempt in kept.restarts] == [9, 10]
+
+
+def test_what_is_heard_of_a_stage_that_was_restarted_long_ago_stays_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(recording, "KEPT_RESTARTS", 2)
+    path = tmp_path / "timeline.json"
+
+    async def scenario() -> None:
+        recorder = TimelineRecorder(path, "omni", "overlap", ((0,), (1,)), lambda said: None)
+        now_s = asyncio.get_running_loop().time
+        # Each was started twice for its boot: more processes than stages, and none of them is a restart.
+        for stage_id in (0, 1) * 2:
+            recorder.started(run_of(f"stage{stage_id}", stage_id), now_s())
+        for stage_id in (0, 1):
+            recorder.heard(stage_id, m.Ready(now_s()))
+        recorder.ready()
+        for pid, stage_id in enumerate((0, 1, 1, 1, 1)):
+            recorder.started(run_of(f"stage{stage_id}", stage_id), now_s())
+            recorder.runs(stage_id, pid)
+        recorder.over(0, "of stage0")
+        recorder.close()
+
+    asyncio.run(scenario())
+    assert [(each.stage, each.pid, each.how) for each in recorded(path).restarts] == [
+        ("stage0", 0, "of stage0"), ("stage1", 3, ""), ("stage1", 4, ""),
+    ]  # fmt: skip
