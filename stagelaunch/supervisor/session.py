@@ -438,15 +438,23 @@ async def _imported(name: str) -> Any:
     loop = asyncio.get_running_loop()
     done: asyncio.Future[Any] = loop.create_future()
 
-    def tell(module: Any) -> None:
-        if not done.cancelled():
+    def tell(module: Any, error: Exception | None) -> None:
+        if done.cancelled():
+            return
+        if error is None:
             done.set_result(module)
+        else:
+            done.set_exception(error)
 
     def work() -> None:
-        module = import_module(name)
+        module, failed = None, None
+        try:
+            module = import_module(name)
+        except Exception as error:
+            failed = error
         # The loop may be over.
         with contextlib.suppress(RuntimeError):
-            loop.call_soon_threadsafe(tell, module)
+            loop.call_soon_threadsafe(tell, module, failed)
 
     threading.Thread(target=work, name="import", daemon=True).start()
     return await done
