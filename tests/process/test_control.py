@@ -111,11 +111,7 @@ def test_whoever_comes_before_it_answers_waits_for_it_and_for_room(
         with ExitStack() as held:
             for _ in range(2):
                 held.enter_context(connect(stub))
-            third = held.enter_context(socket.socket(socket.AF_UNIX))
-            third.setblocking(False)
-            with pytest.raises(BlockingIOError):
-                third.connect(os.path.relpath(runtime.socket))
-            with pytest.raises(ControlError, match="did not answer in 0.01s"):
+            with pytest.raises(ControlError, match=r"did not answer in 0\.01s"):
                 await asyncio.to_thread(exchange, runtime, "GET", "/healthz", 0.01)
             answers = [asyncio.create_task(ask(stub, "GET", "/healthz")) for _ in range(3)]
             await asyncio.to_thread(lambda: None)
