@@ -95,6 +95,12 @@ def _import_all(engines: list[str], backend: str) -> None:
     if "torch" in sys.modules:
         import_module("stagelaunch.worker.boot")
         import_module(f"stagelaunch.devices.{backend}")
+    # Where a library has closed one, a stage's channel would take its number, and be written over by its log.
+    for fd in range(3):
+        try:
+            os.fstat(fd)
+        except OSError:
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
     # Or each stage would write it again.
     for stream in (sys.stdout, sys.stderr):
         with suppress(AttributeError, OSError, ValueError):

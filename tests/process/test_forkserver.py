@@ -259,6 +259,7 @@ def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], 
         "import os; os.environ.pop('OPENBLAS_NUM_THREADS')",
         "print('said', end='')",
         "import sys; sys.stderr = None; sys.stdout.close()",
+        "import os; [os.close(fd) for fd in range(3)]",
         "raise ImportError('said' + 300_000 * ' ')",
     ],
 )
@@ -273,7 +274,7 @@ def test_what_libraries_do_when_they_are_imported_is_no_trouble(
             assert await child.ended == 3
             again = await nursery.start(0).tells()
             assert again["parent"] == told["parent"]
-            assert told["timeout"] is None
+            assert (told["timeout"], told["channel"] > 2) == (None, True)
             assert told["on_child"] == (signal.SIG_IGN if "SIGCHLD" in text else signal.SIG_DFL)
             assert nursery.said == []
 
