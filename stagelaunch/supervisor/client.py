@@ -6,6 +6,7 @@ import http.client
 import json
 import os
 import socket
+import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -20,16 +21,23 @@ class _UnixConnection(http.client.HTTPConnection):
     def __init__(self, runtime: Runtime, timeout_s: float) -> None:
         super().__init__("localhost", timeout=timeout_s)
         self._runtime = runtime
+        self._timeout_s = timeout_s
 
     def connect(self) -> None:
         """Connect through a directory descriptor: a socket address is at most 107 bytes long."""
         directory = os.open(self._runtime.directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self.sock.settimeout(self.timeout)
+        # Waited for by the kernel: a connect with Python's timeout fails at once where many wait already.
+        whole_s, part_s = divmod(self._timeout_s, 1.0)
+        self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("@ll", int(whole_s), int(part_s * 1e6)))
+        self.sock.setblocking(True)
         try:
             self.sock.connect(f"/proc/self/fd/{directory}/{self._runtime.socket.name}")
+        except BlockingIOError:
+            raise TimeoutError from None
         finally:
             os.close(directory)
+        self.sock.settimeout(self._timeout_s)
 
 
 def request(runtime: Runtime, method: str, path: str, timeout_s: float = 10.0) -> dict[str, Any]:

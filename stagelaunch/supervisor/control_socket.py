@@ -17,6 +17,8 @@ from stagelaunch.supervisor.events import EventLog
 from stagelaunch.supervisor.runtime import Runtime
 
 API_VERSION = 1
+WAITING_MAX = 128
+"""So many may have connected before ``serve``."""
 
 
 @dataclass(frozen=True)
@@ -137,6 +139,6 @@ def bind_short(runtime: Runtime) -> socket.socket:
         raise
     finally:
         os.close(directory)
-    listener.listen(64)
+    listener.listen(WAITING_MAX)
     listener.setblocking(False)
     return listener

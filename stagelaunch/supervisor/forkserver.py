@@ -21,7 +21,7 @@ from stagelaunch.core.run_spec import StageRun
 from stagelaunch.supervisor.forkserver_process import take
 from stagelaunch.system.process import signal_name
 
-_MAX_BYTES = 1 << 16
+_MAX_BYTES = 1 << 18
 
 
 class Forked:
@@ -177,7 +177,8 @@ class _Server:
         """Have it fork this process, as soon as everything is imported."""
         process.server = self
         self._waiting[process.request["start"]] = process
-        self._request(process)
+        self._unsent.append(process)
+        self._send_unsent()
 
     def withdraw(self, process: Forked) -> None:
         """Do not fork it, if that has not been asked for yet."""
@@ -204,16 +205,18 @@ class _Server:
         if self.is_alive:
             self._end()
 
-    def _request(self, process: Forked) -> None:
-        assert process.channel is not None
-        try:
-            was_sent = self._process.send(process.request, process.channel.fileno())
-        except OSError as error:
-            del self._waiting[process.request["start"]]
-            self._loop.call_soon(process.on_failed, str(error))
-            return
-        if not was_sent:
-            self._unsent.append(process)
+    def _send_unsent(self) -> None:
+        """As many as it has room for."""
+        while self._unsent:
+            process = self._unsent[0]
+            assert process.channel is not None
+            try:
+                if not self._process.send(process.request, process.channel.fileno()):
+                    return
+            except OSError as error:
+                del self._waiting[process.request["start"]]
+                self._loop.call_soon(process.on_failed, str(error))
+            del self._unsent[0]
 
     def _read(self) -> None:
         while self.is_alive:
@@ -228,6 +231,8 @@ class _Server:
                 self._loop.remove_reader(self._process.channel)
                 return
             self._take(json.loads(data))
+            # It may have taken something.
+            self._send_unsent()
 
     def _take(self, message: dict[str, Any]) -> None:
         match message:
@@ -252,23 +257,23 @@ class _Server:
             self._process.kill()
             return
         self._may_fork = True
-        unsent, self._unsent = self._unsent, []
-        for process in unsent:
-            self._request(process)
 
     def _on_death(self) -> None:
         # What it still said comes before its end.
         self._read()
         code, pid = self._end(), self._process.pid
+        assert code is not None
         how = f"was killed by {signal_name(-code)}" if code < 0 else f"ended with exit code {code}"
         why = self._why_useless or f"the process that imports their libraries (pid {pid}) {how}"
         if self._may_fork:
             self._say(f"the process that stages are forked from (pid {pid}) {how}: its stages end with it")
-        waiting = list(self._waiting.values())
+        # But for those that were withdrawn meanwhile.
+        waiting = [process for process in self._waiting.values() if process.channel is not None]
         self._waiting.clear()
+        self._unsent.clear()
         self._on_useless(self, waiting, None if self._may_fork else why)
 
-    def _end(self) -> int:
+    def _end(self) -> int | None:
         self.is_alive = False
         self._loop.remove_reader(self._process.channel)
         self._loop.remove_reader(self._process.pidfd)

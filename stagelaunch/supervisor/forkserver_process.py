@@ -17,6 +17,8 @@ from pathlib import Path
 from typing import Any
 
 _PROGRAM = Path(__file__).resolve().parents[1] / "worker" / "forkserver.py"
+KILLED_S = 5.0
+"""How long what was killed may take to end."""
 _spare: ForkserverProcess | None = None
 
 
@@ -64,9 +66,14 @@ class ForkserverProcess:
         """End it, and its stages. Does not wait."""
         self._process.kill()
 
-    def wait(self) -> int:
-        """Its exit code, or minus the signal's number, once it has ended; nothing of it is left then."""
-        code = self._process.wait()
+    def wait(self) -> int | None:
+        """Its exit code, or minus the signal's number; for use when it has ended or was killed, and only then.
+
+        None where it lives on: the kernel may have it in a call that nothing ends. The warden names it then.
+        """
+        code = None
+        with suppress(subprocess.TimeoutExpired):
+            code = self._process.wait(KILLED_S)
         if self.pidfd >= 0:
             self.channel.close()
             os.close(self.pidfd)

@@ -126,11 +126,16 @@ class StageProcess:
 
     def _started(self, pid: int) -> None:
         if self._is_unwanted:
-            # Its parent keeps the number until it is told otherwise.
-            os.kill(pid, signal.SIGKILL)
+            # Its parent keeps the number until it is told otherwise, or is dead and has taken it along.
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
             return
         try:
             self._pidfd = os.pidfd_open(pid)
+        except ProcessLookupError:
+            self.pid = pid
+            self._over(-signal.SIGKILL)
+            return
         except OSError as error:
             # Out of descriptors: a process that cannot be watched must not live.
             os.kill(pid, signal.SIGKILL)
@@ -196,6 +201,7 @@ class StageProcess:
         self.ended.set()
         self._loop.remove_reader(self._channel)
         self._channel.close()
+        self._forked.close_channel()
         if self._pidfd is not None:
             self._loop.remove_reader(self._pidfd)
             os.close(self._pidfd)

@@ -8,7 +8,6 @@ number means its group and its session.
 from __future__ import annotations
 
 import ctypes
-import faulthandler
 import gc
 import json
 import os
@@ -18,10 +17,13 @@ import socket
 import sys
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from importlib import import_module
+from pathlib import Path
 from typing import Any, NoReturn
 
-MAX_BYTES = 1 << 16
+MAX_BYTES = 1 << 18
+"""Of one message: more than a socket holds."""
 LIBRARY_THREADS = {"OPENBLAS_NUM_THREADS": "1", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
 """While libraries are imported: no pool of threads, and no CUDA context for a question that NVML can answer."""
 _PR_SET_NAME = 15
@@ -49,20 +51,24 @@ def main(fd: int) -> None:
     began_s = time.monotonic()
     # What the stages say for themselves counts.
     os.environ.update(job["environment"])
-    failed = _import_all(job["engines"], job["backend"])
+    _import_all(job["engines"], job["backend"])
     for name in added.keys() - job["environment"].keys():
-        del os.environ[name]
+        os.environ.pop(name, None)
     _close_driver()
     reason = _unfit()
-    _tell(channel, kind="imported", took_s=time.monotonic() - began_s, failed=failed, unfit=reason)
+    _tell(channel, kind="imported", took_s=time.monotonic() - began_s, unfit=reason)
     if reason is not None:
         return
+    # What a library has set is for the stages: here it would take away how they end.
+    on_child = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     try:
         Forkserver(channel).serve()
         return
     except _InStage as caught:
         stage = caught
     # Out here, so that what a stage raises, and the stacks it shows, do not begin with ours.
+    if on_child is not None:
+        signal.signal(signal.SIGCHLD, on_child)
     stage.run()
 
 
@@ -76,33 +82,34 @@ def _hear(channel: socket.socket) -> dict[str, Any]:
 
 def _say_to(log: str) -> None:
     """What libraries print while they are imported, and stacks; a log that cannot be opened costs the words."""
-    try:
-        fd = import_module("stagelaunch.system.regular").open_log(log)
-    except OSError:
-        fd = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(fd, 1)
-    os.dup2(fd, 2)
-    os.close(fd)
-    faulthandler.enable(file=2)
-    faulthandler.register(signal.SIGQUIT, file=2, all_threads=True)
+    import_module("stagelaunch.worker.output").Output(Path(log), lambda _: None).redirect()
 
 
-def _import_all(engines: list[str], backend: str) -> dict[str, str]:
-    """What could not be imported, and why; the stage that needs it finds out again, and fails with it."""
-    failed: dict[str, str] = {}
+def _import_all(engines: list[str], backend: str) -> None:
+    """What cannot be imported is only noted: the stage that needs it finds out again, and fails with it."""
     for engine in engines:
         try:
             import_module("stagelaunch.engines.base").import_engine(engine)
         except (Exception, SystemExit) as error:
-            failed[engine] = f"{type(error).__name__}: {error}"
+            with suppress(OSError):
+                os.write(2, f"cannot import {engine}: {type(error).__name__}: {error}\n".encode(errors="replace"))
     # A stage without torch need not wait for it.
     if "torch" in sys.modules:
         import_module("stagelaunch.worker.boot")
         import_module(f"stagelaunch.devices.{backend}")
+    # Where a library has closed one, a stage's channel would take its number, and be written over by its log.
+    for fd in range(3):
+        try:
+            os.fstat(fd)
+        except OSError:
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
+    # Or each stage would write it again.
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(AttributeError, OSError, ValueError):
+            stream.flush()
     # What is there now stays for good. Collected in a stage, its pages would be copied for nothing.
     gc.collect()
     gc.freeze()
-    return failed
 
 
 def _close_driver() -> None:
@@ -154,6 +161,8 @@ class _InStage(BaseException):
                 os.close(fd)
             ctypes.CDLL(None).prctl(_PR_SET_NAME, self._request["name"].encode(), 0, 0, 0)
             channel = socket.socket(fileno=self._fd)
+            # A library may have set a default.
+            channel.settimeout(None)
             import_module("stagelaunch.worker.main").run(self._request["run_file"], self._request["stage_id"], channel)
         finally:
             os._exit(1)
@@ -172,11 +181,12 @@ class Forkserver:
     def serve(self) -> None:
         """Returns when the supervisor has closed its end."""
         while True:
-            for fd, _ in self._poll.poll():
-                if fd in self._pids:
-                    self._tell_end(fd)
-                elif not self._take_request():
-                    return
+            ready = {fd for fd, _ in self._poll.poll()}
+            # Ends first: a supervisor that has not heard of one for long has the stage reaped unheard.
+            for fd in ready & self._pids.keys():
+                self._tell_end(fd)
+            if self._channel.fileno() in ready and not self._take_request():
+                return
 
     def _tell_end(self, pidfd: int) -> None:
         self._poll.unregister(pidfd)
@@ -230,5 +240,12 @@ class Forkserver:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]))
-    os._exit(0)
+    code = 1
+    try:
+        main(int(sys.argv[1]))
+        code = 0
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+    finally:
+        # Not through the interpreter's exit: it would wait for whatever a library has left behind.
+        os._exit(code)

@@ -30,10 +30,11 @@ from stagelaunch.core.errors import AlreadyRunningError, ConfigError, ControlErr
 from stagelaunch.core.events import EventKind, News
 from stagelaunch.core.units import MIB
 from stagelaunch.devices.simfile import SimulatedFile
-from stagelaunch.supervisor import control
+from stagelaunch.supervisor import control, control_socket
 from stagelaunch.supervisor.admission import refuse_if_claimed
 from stagelaunch.supervisor.client import exchange, request, stream
 from stagelaunch.supervisor.control import ControlServer
+from stagelaunch.supervisor.control_service import _imported
 from stagelaunch.supervisor.control_socket import ControlSocket, Handlers
 from stagelaunch.supervisor.events import EventLog
 from stagelaunch.supervisor.keeper import Keeper
@@ -96,6 +97,40 @@ async def ask(stub: Stub, method: str, path: str) -> tuple[int, dict[str, Any]]:
 
 async def read(stub: Stub, path: str) -> list[dict[str, Any]]:
     return await asyncio.to_thread(lambda: list(stream(stub.runtime, path)))
+
+
+def test_whoever_comes_before_it_answers_waits_for_it_and_for_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(control_socket, "WAITING_MAX", 1)
+
+    async def scenario() -> None:
+        runtime = Runtime.of("site", tmp_path)
+        runtime.create()
+        stub = Stub(runtime)
+        stub.endpoint.bind()
+        with ExitStack() as held:
+            for _ in range(2):
+                held.enter_context(connect(stub))
+            with pytest.raises(ControlError, match=r"did not answer in 0\.01s"):
+                await asyncio.to_thread(exchange, runtime, "GET", "/healthz", 0.01)
+            answers = [asyncio.create_task(ask(stub, "GET", "/healthz")) for _ in range(3)]
+            await asyncio.to_thread(lambda: None)
+            await stub.server.start()
+            assert [(await answer)[0] for answer in answers] == [200] * 3
+        await stub.server.close()
+        stub.endpoint.close()
+
+    asyncio.run(scenario())
+
+
+def test_what_keeps_it_from_answering_is_heard_of() -> None:
+    async def scenario() -> None:
+        async with asyncio.timeout(TIMEOUT_S):
+            await _imported("no_such_library")
+
+    with pytest.raises(ModuleNotFoundError):
+        asyncio.run(scenario())
 
 
 def test_health_and_readiness_answer_with_their_state(tmp_path: Path) -> None:
@@ -422,6 +457,7 @@ import os, sys
 from pathlib import Path
 from stagelaunch.core.errors import AlreadyRunningError
 from stagelaunch.supervisor.runtime import Runtime
+from stagelaunch.supervisor.control_service import _imported
 runtime = Runtime(Path(sys.argv[1]))
 start, go = os.pipe()
 for _ in range(50):

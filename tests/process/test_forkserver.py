@@ -8,6 +8,7 @@ import os
 import select
 import signal
 import socket
+import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -21,7 +22,9 @@ from stagelaunch.core.engine_spec import EngineSpec
 from stagelaunch.core.inventory import SimulatedMachine
 from stagelaunch.core.run_spec import StageRun
 from stagelaunch.devices.simfile import SimulatedFile
+from stagelaunch.supervisor import forkserver_process, stage_process
 from stagelaunch.supervisor.forkserver import Forked, Forkservers
+from stagelaunch.supervisor.forkserver_process import ForkserverProcess
 from stagelaunch.supervisor.stage_process import Listener, StageProcess
 from stagelaunch.system import tree
 from stagelaunch.worker.forkserver import LIBRARY_THREADS
@@ -84,6 +87,7 @@ def telling(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(HERE / "trivial"), str(HERE)]))
     monkeypatch.setenv("STAGELAUNCH_TEST_WORKER", "telling_worker.py")
     monkeypatch.delenv("OPENBLAS_NUM_THREADS", raising=False)
+    monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)
 
 
 def play(scenario: Callable[[], Any]) -> None:
@@ -284,6 +288,144 @@ def test_what_is_being_imported_can_be_asked_for(tmp_path: Path) -> None:
 
     play(scenario)
     assert "odd_wait.py" in (tmp_path / "imports.log").read_text()
+
+
+@pytest.fixture
+def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], str]:
+    """Writes a module that does this when it is imported; its engine's name."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+    def write(text: str) -> str:
+        (tmp_path / "odd_library.py").write_text(f"{text}\nclass Engine: ...\n")
+        return "odd_library:Engine"
+
+    return write
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "import socket; socket.setdefaulttimeout(0.01)",
+        "import signal; signal.signal(signal.SIGCHLD, signal.SIG_IGN)",
+        "import os; os.environ.pop('OPENBLAS_NUM_THREADS')",
+        "print('said', end='')",
+        "import sys; sys.stderr = None; sys.stdout.close()",
+        "import os; [os.close(fd) for fd in range(3)]",
+        "raise ImportError('said' + 300_000 * ' ')",
+    ],
+)
+def test_what_libraries_do_when_they_are_imported_is_no_trouble(
+    tmp_path: Path, library: Callable[[str], str], text: str
+) -> None:
+    async def scenario() -> None:
+        async with Nursery([stage_run(0, library(text))], tmp_path) as nursery:
+            child = nursery.start(0)
+            told = await child.tells()
+            child.channel.send(b"exit 3")
+            assert await child.ended == 3
+            again = await nursery.start(0).tells()
+            assert again["parent"] == told["parent"]
+            assert (told["timeout"], told["channel"] > 2) == (None, True)
+            assert told["on_child"] == (signal.SIG_IGN if "SIGCHLD" in text else signal.SIG_DFL)
+            assert nursery.said == []
+
+    play(scenario)
+    assert (tmp_path / "imports.log").read_text().count("said") == text.count("said")
+
+
+def test_the_end_of_what_imports_waits_for_nothing_that_a_library_began(
+    tmp_path: Path, library: Callable[[str], str]
+) -> None:
+    text = "import threading; threading.Thread(target=threading.Event().wait).start(); raise KeyboardInterrupt"
+
+    async def scenario() -> None:
+        async with Nursery([stage_run(0, library(text))], tmp_path) as nursery:
+            await nursery.start(0).tells()
+            assert any("ended with exit code 1; each imports" in line for line in nursery.said)
+
+    play(scenario)
+    assert "KeyboardInterrupt" in (tmp_path / "imports.log").read_text()
+
+
+def test_an_end_that_was_told_too_late_is_one_all_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stage_process, "EXIT_CODE_S", 0.0)
+
+    async def scenario() -> None:
+        async with Nursery([stage_run(0)], tmp_path) as nursery:
+            parent = (await nursery.start(0).tells())["parent"]
+            exits, started = [], asyncio.Event()
+            listener = Listener(lambda _: None, started.set, exits.append, lambda _: None)
+            process = StageProcess(nursery.forkservers, nursery.runs[0], Path("/run.json"), listener)
+            await started.wait()
+            os.kill(parent, signal.SIGSTOP)
+            process.kill()
+            await process.ended.wait()
+            os.kill(parent, signal.SIGCONT)
+            assert (await nursery.start(0).tells())["parent"] == parent
+            assert exits == [-9]
+
+    play(scenario)
+
+
+def test_more_may_be_asked_for_than_it_can_be_told_at_once(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with Nursery([stage_run(0)], tmp_path) as nursery:
+            first = nursery.start(0)
+            (server,) = nursery.forkservers._all
+            server._process.channel.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)
+            children = [nursery.start(0) for _ in range(20)]
+            assert len(server._unsent) > 5
+            await first.started
+            for child in children:
+                await child.started
+
+    play(scenario)
+
+
+def test_a_stage_that_died_with_its_forkserver_before_it_was_heard_of_is_over(tmp_path: Path) -> None:
+    gone = subprocess.Popen(["true"])
+    gone.wait()
+
+    async def scenario() -> None:
+        async with Nursery([stage_run(0)], tmp_path) as nursery:
+            exits: list[int | None] = []
+            listener = Listener(lambda _: None, lambda: None, exits.append, lambda _: None)
+            process = StageProcess(nursery.forkservers, nursery.runs[0], Path("/run.json"), listener)
+            process._started(gone.pid)
+            assert (exits, process.pid) == ([-9], gone.pid)
+            unwanted = StageProcess(nursery.forkservers, nursery.runs[0], Path("/run.json"), listener)
+            unwanted.kill()
+            unwanted._started(gone.pid)
+
+    play(scenario)
+
+
+def test_one_that_cannot_be_killed_is_not_waited_for_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(forkserver_process, "KILLED_S", 0.05)
+    process = ForkserverProcess()
+    monkeypatch.setattr(process, "kill", lambda: None)
+    process.kill()
+    assert process.wait() is None
+    process._process.kill()
+    process._process.wait()
+
+
+def test_what_was_killed_before_it_ran_is_not_asked_of_another(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "fifo")
+
+    async def scenario() -> None:
+        waits = stage_run(0, "odd_wait:Engine", ODD_WAIT=str(tmp_path / "fifo"))
+        async with Nursery([waits], tmp_path) as nursery:
+            listener = Listener(lambda _: None, lambda: None, lambda _: None, lambda _: None)
+            unwanted = StageProcess(nursery.forkservers, waits, Path("/run.json"), listener)
+            wanted = nursery.start(0)
+            unwanted.kill()
+            nursery.forkservers._all[0].kill()
+            await wanted.tells()
+            (_, second) = nursery.forkservers._all
+            assert (len(second._running), second._waiting) == (1, {})
+
+    play(scenario)
 
 
 @pytest.fixture

@@ -1,5 +1,6 @@
 """What stands in for ``stagelaunch.worker.main``: says what it is, and ends as it is told to."""
 
+import contextlib
 import gc
 import json
 import os
@@ -21,8 +22,12 @@ def run(run_file, stage_id, channel):
         "blocked": sorted(signal.pthread_sigmask(signal.SIG_BLOCK, ())),
         "run_file": run_file,
         "stage_id": stage_id,
+        "timeout": channel.gettimeout(),
+        "on_child": signal.getsignal(signal.SIGCHLD),
         "wave_is_imported": "wave" in sys.modules,
     }
+    with contextlib.suppress(ValueError):
+        sys.stdout.flush()
     channel.sendall(json.dumps(body).encode())
     match channel.recv(100).split():
         case [b"exit", code]:
