@@ -457,7 +457,6 @@ import os, sys
 from pathlib import Path
 from stagelaunch.core.errors import AlreadyRunningError
 from stagelaunch.supervisor.runtime import Runtime
-from stagelaunch.supervisor.control_service import _imported
 runtime = Runtime(Path(sys.argv[1]))
 start, go = os.pipe()
 for _ in range(50):
