@@ -370,7 +370,7 @@ def test_what_was_killed_before_it_ran_is_not_asked_of_another(tmp_path: Path) -
             wanted = nursery.start(0)
             unwanted.kill()
             nursery.forkservers._all[0].kill()
-            await wanted.tells()
+            await wanted.started
             (_, second) = nursery.forkservers._all
             assert (len(second._running), second._waiting) == (1, {})
 
