@@ -327,7 +327,7 @@ def test_what_libraries_do_when_they_are_imported_is_no_trouble(
             assert again["parent"] == told["parent"]
             assert (told["timeout"], told["channel"] > 2) == (None, True)
             assert told["on_child"] == (signal.SIG_IGN if "SIGCHLD" in text else signal.SIG_DFL)
-            assert nursery.said == []
+            assert nursery.said == ["importing the libraries of stage0; then they are started"]
 
     play(scenario)
     assert (tmp_path / "imports.log").read_text().count("said") == text.count("said")
@@ -421,7 +421,7 @@ def test_what_was_killed_before_it_ran_is_not_asked_of_another(tmp_path: Path) -
             wanted = nursery.start(0)
             unwanted.kill()
             nursery.forkservers._all[0].kill()
-            await wanted.tells()
+            await wanted.started
             (_, second) = nursery.forkservers._all
             assert (len(second._running), second._waiting) == (1, {})
 
