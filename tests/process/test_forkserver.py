@@ -465,7 +465,7 @@ def test_ctrl_c_while_libraries_are_imported_ends_it_at_once(site: Site) -> None
         _, said = process.communicate(timeout=WAIT_S)
     assert process.returncode == 130
     assert "alpha: was not started" in said
-    assert time.monotonic() - began_s < 3.0
+    assert time.monotonic() - began_s < 10.0
 
 
 def test_libraries_that_hang_are_said_to(site: Site) -> None:
