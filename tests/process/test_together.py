@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from deployments import Ran, Site, light_stage
+from deployments import Ran, Site, in_full_only, light_stage
 
 from stagelaunch.config_file import load_deployment
 from stagelaunch.core.inventory import simulated_uuid
@@ -145,7 +145,7 @@ def test_what_a_booting_deployment_has_claimed_is_refused_to_others(first: Waiti
     assert claims_left(tmp_path) == []
 
 
-@pytest.mark.parametrize("options", [(), ("--detach", "--wait")])
+@pytest.mark.parametrize("options", [(), pytest.param(("--detach", "--wait"), marks=in_full_only)])
 def test_waiting_for_memory_ends_when_the_other_goes(first: Waiting, tmp_path: Path, options: tuple[str, ...]) -> None:
     second = Waiting(site_at(tmp_path, "second", 0.6), "--wait-for-memory", "60s", *options)
     assert "does not fit now: waiting for device memory for up to 1m00s" in second.until("waiting for")

@@ -197,7 +197,8 @@ def break_disk(plan: WeightPlan, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "preadv", failing)
 
 
-ENDS, BREAKS = r"ends at byte 1[2-9]\d,\d+, [\d,]+ bytes early", r"cannot be read at byte 1[67]\d,\d+: Input"
+# Several threads read: which of them fails first is nobody's rule.
+ENDS, BREAKS = r"ends at byte [1-3]\d\d,\d+, [\d,]+ bytes early", r"cannot be read at byte [1-3]\d\d,\d+: Input"
 
 
 @pytest.mark.parametrize(("fault", "says"), [(cut, ENDS), (break_disk, BREAKS)])
