@@ -15,7 +15,6 @@ import select
 import signal
 import socket
 import sys
-import time
 from collections.abc import Mapping
 from contextlib import suppress
 from importlib import import_module
@@ -48,7 +47,6 @@ def main(fd: int) -> None:
     _say_to(job["log"])
     # From here on it may be asked where it is.
     _tell(channel, kind="importing")
-    began_s = time.monotonic()
     # What the stages say for themselves counts.
     os.environ.update(job["environment"])
     _import_all(job["engines"], job["backend"])
@@ -56,7 +54,7 @@ def main(fd: int) -> None:
         os.environ.pop(name, None)
     _close_driver()
     reason = _unfit()
-    _tell(channel, kind="imported", took_s=time.monotonic() - began_s, unfit=reason)
+    _tell(channel, kind="imported", unfit=reason)
     if reason is not None:
         return
     # What a library has set is for the stages: here it would take away how they end.
