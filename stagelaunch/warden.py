@@ -1,12 +1,13 @@
-"""The process that ``stagelaunch up`` is: starts the supervisor, and sees to it that nothing survives it.
+"""The process that ``stagelaunch up`` is: has a supervisor below it, and sees to it that nothing survives it.
 
-Tiny and standard library only, run by path under ``python -I -S``: no library, and no file of the current directory,
-can take it down. It decides nothing about the deployment. Not imported by anything but tests; ``cli.up`` becomes it.
+``cli.up`` divides itself (``begin``, ``fork``): its child goes on as the supervisor with all that is imported already,
+and it becomes the warden in place, so that whoever started it keeps its pid:
 
-    warden.py HEAD... -- TAIL...
+    python -I -S warden.py SUPERVISOR CGROUP TERMINAL CONFIG
 
-starts ``HEAD --warden PID --run-id ID [--cgroup DIRECTORY] TAIL`` and leaves with its exit code. The supervisor begins
-with the signals that are passed on blocked, and unblocks them when it has handlers: none is lost, none kills it early.
+Tiny and standard library only, run by path: no library, and no file of the current directory, can take it down. It
+decides nothing about the deployment and leaves with its supervisor's exit code. The supervisor begins with the signals
+that are passed on blocked, and unblocks them when it has handlers: none is lost, none kills it early.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import NamedTuple
 
 if __name__ == "__main__":
     sys.path.append(str(Path(__file__).resolve().parents[1]))
@@ -41,50 +43,61 @@ _PR_SET_CHILD_SUBREAPER = 36
 _NAMED_MAX = 10
 
 
-def main(arguments: Sequence[str]) -> int:
-    """Run the supervisor of that command line to its end and beyond; the exit code to leave with."""
-    # Blocked before anything is started: a signal that comes now is taken later, also by PID 1, which has no defaults.
-    # SIGTTOU too: what is said to a terminal from its background must not stop us.
+class Run(NamedTuple):
+    """One run of a deployment, as its warden knows it."""
+
+    warden: int
+    run_id: str
+    cgroup: Path | None
+    """Where all of it is kept together, if this user may make such a thing."""
+    has_terminal: bool
+    """Whether the warden had one at the start: it may be closed before the warden is there to see it."""
+
+
+def begin() -> Run:
+    """Make this process fit to be a warden. From the main thread, and before anything is started."""
+    # Blocked first: a signal that comes now is taken later, also by PID 1, which has no defaults. SIGTTOU too: what
+    # is said to a terminal from its background must not stop us.
     signal.pthread_sigmask(signal.SIG_BLOCK, {*PASSED_ON, signal.SIGCHLD, signal.SIGTTOU})
     # Ignored, as some callers leave it, children would vanish without telling how they ended.
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     _become_subreaper()
     run_id = os.urandom(8).hex()
-    directory = cgroup.create(run_id)
-    split = arguments.index("--")
-    own = ["--warden", str(os.getpid()), "--run-id", run_id]
-    own += [] if directory is None else ["--cgroup", str(directory)]
-    supervisor = _start([*arguments[:split], *own, *arguments[split + 1 :]], run_id)
-    _close_inherited()
-    return Warden(supervisor, directory).watch()
+    return Run(os.getpid(), run_id, cgroup.create(run_id), _has_terminal())
 
 
 def _become_subreaper() -> None:
-    """From now on every orphan below is our child: found, and reaped."""
+    """From now on, also after an exec, every orphan below is our child: found, and reaped."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "cannot become a child subreaper")
 
 
-def _start(command: list[str], run_id: str) -> int:
-    """Start the supervisor; its pid. From the main thread, to which its parent-death signal is tied."""
-    environment = {**os.environ, tree.RUN_VARIABLE: run_id}
-    warden = os.getpid()
+def fork(run: Run) -> int:
+    """Divide this process: 0 in the supervisor, its pid in the warden. From the main thread, to which the supervisor's
+    parent-death signal is tied."""
     pid = os.fork()
     if pid:
         return pid
-    try:
-        die_with_parent(warden)
-        # A session of its own: a terminal's Ctrl-C reaches it once, through the warden.
-        os.setsid()
-        for number in (signal.SIGPIPE, signal.SIGXFSZ):
-            signal.signal(number, signal.SIG_DFL)
-        signal.pthread_sigmask(signal.SIG_SETMASK, PASSED_ON)
-        os.execve(command[0], command, environment)
-    except OSError as error:
-        say(f"cannot start the supervisor {command[0]}: {error.strerror}")
-    finally:
-        os._exit(INTERNAL)
+    die_with_parent(run.warden)
+    # A session of its own: a terminal's Ctrl-C reaches it once, through the warden.
+    os.setsid()
+    signal.pthread_sigmask(signal.SIG_SETMASK, PASSED_ON)
+    os.environ[tree.RUN_VARIABLE] = run.run_id
+    return 0
+
+
+def command(run: Run, supervisor: int, shown: str) -> list[str]:
+    """What the process that began the run becomes. ``shown`` is for whoever reads the process table."""
+    told = [str(supervisor), str(run.cgroup or ""), "terminal" if run.has_terminal else ""]
+    return [sys.executable, "-I", "-S", __file__, *told, shown]
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Watch the supervisor of that command line to its end and beyond; the exit code to leave with."""
+    _close_inherited()
+    supervisor, directory, terminal = arguments[:3]
+    return Warden(int(supervisor), Path(directory) if directory else None, had_terminal=bool(terminal)).watch()
 
 
 def _close_inherited() -> None:
@@ -98,14 +111,14 @@ def _close_inherited() -> None:
 class Warden:
     """Watches one supervisor. The only place that reaps whatever child there is."""
 
-    def __init__(self, supervisor: int, directory: Path | None) -> None:
+    def __init__(self, supervisor: int, directory: Path | None, *, had_terminal: bool) -> None:
         self._supervisor = supervisor
         # Not reaped yet, so the number is still the supervisor's.
         self._pidfd = os.pidfd_open(supervisor)
         self._directory = directory
         self._status: int | None = None
         self._stops = 0
-        self._had_terminal = _has_terminal()
+        self._had_terminal = had_terminal
         self._ignores_hang_up = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
         self._was_hung_up = False
 

@@ -1,6 +1,6 @@
 """``stagelaunch up``: boot a deployment and stay with it, or leave it to a process of its own.
 
-The command becomes its own warden (``become_warden``), whose child runs the same command as the supervisor.
+In the foreground the command becomes its own warden (``become_warden``), and a child of it the supervisor.
 """
 
 from __future__ import annotations
@@ -14,11 +14,12 @@ from typing import TYPE_CHECKING
 
 import click
 
-from stagelaunch.cli.become_warden import become_warden, same_arguments
+from stagelaunch.cli.become_warden import become_warden
 from stagelaunch.core.errors import UsageError
-from stagelaunch.core.run_options import RunOptions, ServiceLink
+from stagelaunch.core.run_options import RunOptions
 from stagelaunch.core.units import parse_duration
 from stagelaunch.supervisor import forkserver_process
+from stagelaunch.supervisor.notify import read_link
 
 if TYPE_CHECKING:
     from stagelaunch.cli.target import Target
@@ -41,19 +42,7 @@ _LONGEST_WAIT_S = 366 * 86400.0
 @click.option("--ci", is_flag=True, help="A stop takes at most 4 s in all, for runners that kill what is left.")
 @click.option("--runtime-dir", type=click.Path(path_type=Path), help="Where sockets and logs go.")
 @click.option("--notify-fd", type=int, hidden=True, help="Tell progress to this descriptor, one JSON object a line.")
-@click.option("--warden", type=int, hidden=True, help="Be the supervisor under this parent.")
-@click.option("--run-id", hidden=True, help="Given by the warden: the id of this run.")
-@click.option("--cgroup", type=click.Path(path_type=Path), hidden=True, help="Given by the warden: the run's cgroup.")
-@click.option("--notify-socket", hidden=True, help="Where the service manager listens.")
-@click.option(
-    "--watchdog-usec",
-    type=click.IntRange(min=1),
-    hidden=True,
-    help="How often the service manager wants a sign of life.",
-)
-@click.pass_context
 def up(
-    context: click.Context,
     config: str,
     detach: bool,
     wait: bool,
@@ -63,11 +52,6 @@ def up(
     ci: bool,
     runtime_dir: Path | None,
     notify_fd: int | None,
-    warden: int | None,
-    run_id: str | None,
-    cgroup: Path | None,
-    notify_socket: str | None,
-    watchdog_usec: int | None,
 ) -> int:
     """Boot every stage of the deployment in CONFIG, or none.
 
@@ -76,29 +60,27 @@ def up(
     if wait and not detach:
         raise UsageError("--wait goes with --detach: in the foreground `up` stays until the end anyway")
     wait_s = None if wait_text is None else parse_wait(wait_text)
-    if warden is None and not detach:
-        become_warden(same_arguments(context))
-    if warden is None:
+    if detach:
         from stagelaunch.cli.detach import detach as start_detached
 
         return start_detached(config, _target(config, runtime_dir), runtime_dir, wait, wait_text, ci, reuse_plan)
-    # It imports what stages need while this process imports what it needs itself.
+    link = read_link(os.environ, os.getpid())
+    own = become_warden(config)
+    # From here on this is the supervisor. What stages need is imported while it imports what it needs itself.
     forkserver_process.prepare()
     try:
         target = _target(config, runtime_dir)
         from stagelaunch.cli.foreground import run_foreground
         from stagelaunch.supervisor.own_run import OwnRun, end_with_warden
 
-        end_with_warden(warden, run_id, cgroup)
-        link = ServiceLink(notify_socket, None if watchdog_usec is None else watchdog_usec / 1e6)
-        if run_id is not None:
-            target = replace(target, runtime=replace(target.runtime, run=OwnRun.under(warden, run_id, cgroup)))
+        end_with_warden(own)
+        target = replace(target, runtime=replace(target.runtime, run=OwnRun.under(own)))
         notify = None if notify_fd is None else os.fdopen(notify_fd, "w")
         code = run_foreground(target, notify, RunOptions(wait_s, ci, quiet, link, reuse_plan))
     finally:
         forkserver_process.discard()
     # A warden that was stopped (Ctrl-Z) could not see our end.
-    os.kill(warden, signal.SIGCONT)
+    os.kill(own.warden, signal.SIGCONT)
     # Not through the interpreter's exit: it would wait for children that could not be killed.
     sys.stdout.flush()
     sys.stderr.flush()

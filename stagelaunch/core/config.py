@@ -50,7 +50,8 @@ from stagelaunch.core.config_rules import (
 from stagelaunch.core.identity import DeviceRef
 from stagelaunch.core.units import GIB, MIB
 
-_MODEL = ConfigDict(frozen=True, extra="forbid")
+# Built on first use: the whole holds its parts, and most of these are never checked by themselves.
+_MODEL = ConfigDict(frozen=True, extra="forbid", defer_build=True)
 
 
 def _refuse(conflicts: tuple[Conflict, ...]) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 from stagelaunch.core.errors import ExitCode
 from stagelaunch.system import cgroup, tree
 from stagelaunch.system.process import die_with_parent, start_time
+from stagelaunch.warden import Run
 
 WARDEN_DIED = signal.SIGUSR2
 ORPHANED_S = 5.0
@@ -31,9 +32,9 @@ class OwnRun:
     cgroup: Path | None
 
     @classmethod
-    def under(cls, warden_pid: int, run_id: str, directory: Path | None) -> OwnRun:
-        """The run of the warden with this pid, which must be our parent."""
-        return cls(warden_pid, start_time(warden_pid), run_id, directory)
+    def under(cls, run: Run) -> OwnRun:
+        """The run whose warden is our parent."""
+        return cls(run.warden, start_time(run.warden), run.run_id, run.cgroup)
 
     def to_json(self) -> dict[str, Any]:
         """As it is recorded in the state."""
@@ -103,7 +104,7 @@ def sweep_strays(run: OwnRun | None, timeout_s: float) -> tree.Swept:
     return tree.sweep(find, timeout_s)
 
 
-def end_with_warden(warden_pid: int, run_id: str | None, directory: Path | None) -> None:
+def end_with_warden(run: Run) -> None:
     """When the warden is killed, kill at once all that this process has started, then itself.
 
     The kernel tells by a signal. Not SIGKILL, which would leave what stages have started to nobody: stages die with
@@ -112,22 +113,21 @@ def end_with_warden(warden_pid: int, run_id: str | None, directory: Path | None)
 
     def orphaned(*_: object) -> None:
         # Anybody may send the signal; only without the warden it means anything.
-        if os.getppid() != warden_pid:
-            tree.sweep(lambda table: _everything(table, run_id, directory), ORPHANED_S)
+        if os.getppid() != run.warden:
+            tree.sweep(lambda table: _everything(table, run), ORPHANED_S)
             os._exit(ExitCode.INTERNAL)
 
     signal.signal(WARDEN_DIED, orphaned)
     # The warden starts us with all signals blocked that it passes on.
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {WARDEN_DIED})
-    die_with_parent(warden_pid, WARDEN_DIED)
+    die_with_parent(run.warden, WARDEN_DIED)
 
 
-def _everything(table: tree.Table, run_id: str | None, directory: Path | None) -> list[tree.Process]:
+def _everything(table: tree.Table, run: Run) -> list[tree.Process]:
     me = os.getpid()
     found = {process.pid: process for process in tree.descendants(table, me)}
-    if run_id is not None:
-        found |= {process.pid: process for process in tree.find_run(run_id, table)}
-    inside = () if directory is None else cgroup.pids(directory)
+    found |= {process.pid: process for process in tree.find_run(run.run_id, table)}
+    inside = () if run.cgroup is None else cgroup.pids(run.cgroup)
     found |= {pid: table[pid] for pid in inside if pid in table}
     # Our own tracker waits for us, and ends by itself then.
     return [process for pid, process in found.items() if pid != me and not tree.is_tracker(process)]

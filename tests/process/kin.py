@@ -1,6 +1,6 @@
 """A supervisor without any library, for tests of the real warden: starts a child of each kind named, then does as told.
 
-usage: kin.py [--warden PID --run-id ID [--cgroup DIR]] KIND,KIND,... THEN
+usage: kin.py --run-id ID [--cgroup DIR] KIND,KIND,... THEN
 Says ``KIND PID`` for each child, ``ready`` when all are there, ``got SIGNAL`` for each signal. THEN is ``exit N``,
 ``until SIGNAL``, or ``zombies``: let orphans end, tell how many of them stay, poke the parent with SIGTERM, and end
 with that. No child here dies of SIGTERM. With a cgroup each child goes into one below it.
@@ -139,7 +139,7 @@ def is_zombie(stat: Path) -> bool:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    for name in ("--warden", "--run-id", "--cgroup"):
+    for name in ("--run-id", "--cgroup"):
         parser.add_argument(name)
     parser.add_argument("kinds")
     parser.add_argument("then")

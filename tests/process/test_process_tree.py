@@ -20,6 +20,7 @@ from stagelaunch.supervisor.leftovers import clear_leftovers, find_leftovers
 from stagelaunch.supervisor.own_run import OwnRun, StageFamily, sweep_strays
 from stagelaunch.supervisor.runtime import Runtime
 from stagelaunch.system import tree
+from stagelaunch.warden import Run
 
 KINDS = "plain,stopped,session,double,exec,titled"
 
@@ -37,7 +38,7 @@ def begin() -> Iterator[Any]:
 
 
 def run_of(ward: Ward) -> OwnRun:
-    return OwnRun.under(ward.process.pid, ward.run_id, ward.cgroup)
+    return OwnRun.under(Run(ward.process.pid, ward.run_id, ward.cgroup, False))
 
 
 @pytest.mark.parametrize(

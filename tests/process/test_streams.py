@@ -80,12 +80,20 @@ Session._listen_to_signals = late
 """,
 }
 
+WITHOUT_WARDEN = """
+import os, sys
+from stagelaunch import warden
+from stagelaunch.cli import up
+up.become_warden = lambda config: warden.Run(os.getppid(), "sabotaged", None, False)
+"""
+
 
 @pytest.mark.parametrize("code", SABOTAGE)
 def test_nothing_survives_a_supervisor_that_gives_up_while_it_starts(site: Site, code: int) -> None:
-    program = f"{SABOTAGE[code]}\nimport sys\nfrom stagelaunch.cli.main import main\nsys.exit(main())"
+    # Without a warden, which would clear up as well.
+    program = f"{SABOTAGE[code]}\n{WITHOUT_WARDEN}\nfrom stagelaunch.cli.main import main\nsys.exit(main())"
     process = subprocess.run(
-        [sys.executable, "-c", program, "up", "--warden", str(os.getpid()), str(site.write())],
+        [sys.executable, "-c", program, "up", str(site.write())],
         cwd=ROOT, env=site.environment(), capture_output=True, text=True, timeout=TIMEOUT_S, check=False,
     )  # fmt: skip
     assert process.returncode == code, process.stderr

@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 from deployments import Ran, Site, light_stage
-from wards import ROOT, WARDEN, WITHOUT_CGROUP, Ward, as_up_does, can_have_cgroup, command
+from wards import ROOT, WITHOUT_CGROUP, Ward, as_up_does, can_have_cgroup
 
 from stagelaunch.system import tree
 
@@ -241,15 +241,7 @@ def test_it_imports_only_the_standard_library() -> None:
     assert top - set(sys.stdlib_module_names) == {"stagelaunch", "__main__"} & top | {"stagelaunch"}
 
 
-def test_a_supervisor_that_cannot_be_started_is_said() -> None:
-    words = [sys.executable, "-I", "-S", str(WARDEN), "/nowhere/python", "--"]
-    ran = subprocess.run(words, capture_output=True, text=True, check=False)
-    assert (ran.returncode, "cannot start the supervisor /nowhere/python: No such file" in ran.stderr) == (70, True)
-
-
-def test_the_supervisor_has_the_arguments_and_the_run(begin: Any) -> None:
-    # Where the warden puts its own options: after the head, before the tail.
-    assert command("a", "b")[-3:] == ["--", "a", "b"]
+def test_what_is_started_later_carries_the_run(begin: Any) -> None:
     ward = begin("exec").until("ready")
     assert tree.is_marked(ward.kin["exec"], ward.run_id)
     assert not tree.is_marked(ward.kin["exec"], ward.run_id, "stage")

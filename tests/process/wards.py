@@ -20,7 +20,6 @@ from stagelaunch.warden import PASSED_ON
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
-WARDEN = ROOT / "stagelaunch" / "warden.py"
 TIMEOUT_S = 20.0
 WITHOUT_CGROUP = "warden.cgroup.create = lambda run_id: None"
 
@@ -31,15 +30,26 @@ def can_have_cgroup() -> bool:
 
 
 def command(kinds: str, then: str, changes: str = "") -> list[str]:
-    """The warden's command line; with ``changes`` made to it first."""
-    start = [str(WARDEN)]
-    if changes:
-        code = (
-            f"import os, sys; sys.path.append({str(ROOT)!r}); from stagelaunch import warden; from stagelaunch.system "
-        )
-        code += f"import tree\n{changes}\nos._exit(warden.main(sys.argv[1:]))"
-        start = ["-c", code]
-    return [sys.executable, "-I", "-S", *start, sys.executable, str(HERE / "kin.py"), "--", kinds, then]
+    """The command line of what divides itself as ``up`` does, with ``kin.py`` as the supervisor.
+
+    With ``changes``: it goes on as it is, with these changes made to it, where it would become the warden by an exec.
+    """
+    become = "os._exit(warden.main(command[4:]))" if changes else "os.execv(command[0], command)"
+    code = f"""
+import os, sys
+sys.path.append({str(ROOT)!r})
+from stagelaunch import warden
+from stagelaunch.system import tree
+{changes}
+run = warden.begin()
+supervisor = warden.fork(run)
+if supervisor == 0:
+    own = ["--run-id", run.run_id, *([] if run.cgroup is None else ["--cgroup", str(run.cgroup)])]
+    os.execv(sys.executable, [sys.executable, {str(HERE / "kin.py")!r}, *own, *sys.argv[1:]])
+command = warden.command(run, supervisor, "kin")
+{become}
+"""
+    return [sys.executable, "-I", "-S", "-c", code, kinds, then]
 
 
 def as_up_does() -> None:
