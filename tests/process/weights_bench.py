@@ -1,8 +1,9 @@
 """How fast weights reach host memory, beside other ways to get them there. A program for ``scripts/bench``.
 
 ``reader``: ours beside safetensors' mapping, tensor by tensor in the order of the file, into memory that was touched:
-warm, and cold. ``shared-file``: three stages on one cold file, each its own ranges, beside each reading everything.
-``prefetch``: a stage that waits three seconds for a lock, with its file fetched meanwhile and without.
+warm, and cold; cold beside the disk alone, too. ``shared-file``: three stages on one cold file, each its own ranges,
+beside each reading everything. ``prefetch``: a stage that waits three seconds for a lock, with its file fetched
+meanwhile and without.
 
 One file of random bytes in a temporary directory, removed in the end. Cold means: written back, dropped from the page
 cache, and found not to be there. Ways take turns in a random order; a pause lets a throttled disk recover. Every
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import mmap
 import os
 import random
 import statistics
@@ -22,6 +24,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +34,7 @@ from safetensors import safe_open
 from stagelaunch.core.reading import Backend, Reading
 from stagelaunch.core.units import GIB, MIB, format_size, parse_size
 from stagelaunch.supervisor.prefetch import Prefetch
+from stagelaunch.weights.files import ALIGNMENT
 from stagelaunch.weights.plan import ReadItem, TargetSpec, WeightPlan
 from stagelaunch.weights.reader import fill
 from stagelaunch.weights.residency import resident_bytes
@@ -38,6 +42,9 @@ from stagelaunch.weights.residency import resident_bytes
 SHARES = {"thinker": 900, "talker": 94, "code2wav": 6}
 """Thousandths of the file that each stage reads; those of Qwen3-Omni-30B."""
 TENSOR_BYTES = 4 * MIB
+DISK_STEP_BYTES = 8 * MIB
+DISK_THREADS = 4
+DISK_ALL, DISK_SMALL = "the disk alone: the file once", "the disk alone: code2wav's part"
 LOCK_WAIT_S = 3.0
 
 Tensors = dict[str, torch.Tensor]
@@ -107,6 +114,21 @@ def by_mapping(plan: WeightPlan, tensors: Tensors) -> None:
             tensor.view(torch.uint8).copy_(file.get_tensor(name))
 
 
+def the_disk(path: Path, begin: int, end: int) -> None:
+    """These bytes once, around the page cache, kept nowhere: what no reader can beat."""
+
+    def read(offset: int) -> None:
+        with mmap.mmap(-1, DISK_STEP_BYTES) as buffer:
+            os.preadv(fd, [buffer], offset)
+
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECT)
+    try:
+        with ThreadPoolExecutor(DISK_THREADS) as crew:
+            list(crew.map(read, range(begin // ALIGNMENT * ALIGNMENT, end, DISK_STEP_BYTES)))
+    finally:
+        os.close(fd)
+
+
 def measure(ways: Mapping[str, Way], rounds: int, before: Callable[[], None]) -> dict[str, list[float]]:
     """Seconds of each way, round by round in a random order."""
     took: dict[str, list[float]] = {name: [] for name in ways}
@@ -157,6 +179,7 @@ def bench_reader(path: Path, rounds: int, pause_s: float) -> None:
 
     ways.pop(mapped)
     ways["ours, 4 threads"] = lambda: ours(plan, tensors, Reading(Backend.BUFFERED, 4))
+    ways["the disk alone, nothing kept"] = lambda: the_disk(path, 0, path.stat().st_size)
     ways["ours, direct, 2 threads"] = lambda: ours(plan, tensors, Reading(Backend.DIRECT, 2))
     print("cold: times faster than safetensors")
     show(measure(ways, rounds, cold), next(iter(ways)), "target 2", faster=True)
@@ -220,11 +243,19 @@ def bench_shared_file(path: Path, rounds: int, pause_s: float) -> None:
             ready = three_stages(path, way, pause_s)
             all_ready.setdefault(names[way], []).append(max(ready.values()))
             small_ready.setdefault(names[way], []).append(ready["code2wav"])
+        for name, times, share in ((DISK_ALL, all_ready, 1000), (DISK_SMALL, small_ready, SHARES["code2wav"])):
+            time.sleep(pause_s)
+            make_cold(path)
+            began_s = time.perf_counter()
+            size = path.stat().st_size
+            the_disk(path, size - size * share // 1000, size)
+            times.setdefault(name, []).append(time.perf_counter() - began_s)
     base = names["everything, direct"]
     print("until all three are ready: part of the first")
-    show({name: all_ready[name] for name in names.values()}, base, "target 0.15")
+    show({name: all_ready[name] for name in (*names.values(), DISK_ALL)}, base, "target 0.15")
     print("until code2wav is ready: part of the first's whole")
-    show({base: all_ready[base], "ours: code2wav": small_ready[names["own ranges"]]}, base, "target 0.01")
+    small = {"ours: code2wav": small_ready[names["own ranges"]], DISK_SMALL: small_ready[DISK_SMALL]}
+    show({base: all_ready[base], **small}, base, "target 0.01")
 
 
 def bench_prefetch(path: Path, rounds: int, pause_s: float) -> None:
