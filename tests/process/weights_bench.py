@@ -22,6 +22,7 @@ import struct
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -117,13 +118,18 @@ def by_mapping(plan: WeightPlan, tensors: Tensors) -> None:
 def the_disk(path: Path, begin: int, end: int) -> None:
     """These bytes once, around the page cache, kept nowhere: what no reader can beat."""
 
+    buffers = threading.local()
+
+    def touch() -> None:
+        buffers.own = mmap.mmap(-1, DISK_STEP_BYTES)
+        buffers.own.write(bytes(DISK_STEP_BYTES))
+
     def read(offset: int) -> None:
-        with mmap.mmap(-1, DISK_STEP_BYTES) as buffer:
-            os.preadv(fd, [buffer], offset)
+        os.preadv(fd, [buffers.own], offset)
 
     fd = os.open(path, os.O_RDONLY | os.O_DIRECT)
     try:
-        with ThreadPoolExecutor(DISK_THREADS) as crew:
+        with ThreadPoolExecutor(DISK_THREADS, initializer=touch) as crew:
             list(crew.map(read, range(begin // ALIGNMENT * ALIGNMENT, end, DISK_STEP_BYTES)))
     finally:
         os.close(fd)
