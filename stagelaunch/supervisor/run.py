@@ -53,34 +53,24 @@ async def run_deployment(
     CancelledError (Ctrl-C may also be KeyboardInterrupt).
     """
     try:
-        return await _run(loaded, machine, runtime, listener, options)
+        runtime.create()
+        dump_threads_on_quit(runtime.stacks)
+        with _owned(runtime) as lock, closing(_service(options, listener, loaded.deployment)) as service:
+            asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, listener.say, "SIGHUP: nothing to reload yet")
+            _cancel_on_signals()
+            asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, listener.reopen)
+            # What cannot be read there is said when it is needed.
+            with contextlib.suppress(LockDirectoryError):
+                refuse_if_claimed(loaded.lock_dir, loaded.deployment.name, runtime)
+            listener.on_owned()
+            await clear_leftovers(runtime, listener.say)
+            return await _Rounds(loaded, machine, runtime, lock, listener, options, service).run()
     finally:
         # The loop's handlers end with the loop: what comes while the last words are said must not cut them off.
         signal.pthread_sigmask(signal.SIG_BLOCK, _HANDLED)
 
 
 _HANDLED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
-
-
-async def _run(
-    loaded: LoadedDeployment,
-    machine: SimulatedMachine | None,
-    runtime: Runtime,
-    listener: Listener,
-    options: RunOptions,
-) -> Outcome:
-    runtime.create()
-    dump_threads_on_quit(runtime.stacks)
-    with _owned(runtime) as lock, closing(_service(options, listener, loaded.deployment)) as service:
-        asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, listener.say, "SIGHUP: nothing to reload yet")
-        _cancel_on_signals()
-        asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, listener.reopen)
-        # What cannot be read there is said when it is needed.
-        with contextlib.suppress(LockDirectoryError):
-            refuse_if_claimed(loaded.lock_dir, loaded.deployment.name, runtime)
-        listener.on_owned()
-        await clear_leftovers(runtime, listener.say)
-        return await _Rounds(loaded, machine, runtime, lock, listener, options, service).run()
 
 
 @contextmanager
