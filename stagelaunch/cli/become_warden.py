@@ -39,6 +39,7 @@ def become_warden(config: str, again: Callable[[], list[str]]) -> warden.Run:
     if supervisor == 0:
         if has_threads:
             _begin_anew(run, again, told)
+        _forget_script_directory()
         return run
     command = warden.command(run, supervisor, config)
     try:
@@ -64,6 +65,17 @@ def same_command(context: click.Context) -> list[str]:
     from_here = spec is not None or _PACKAGE.parent == Path.cwd()
     python = [sys.executable, *([] if from_here else ["-P"])]
     return [*python, "-m", "stagelaunch", str(context.info_name), *options, "--", *others]
+
+
+def _forget_script_directory() -> None:
+    """Stages are given our ``sys.path``: what happens to lie beside the ``stagelaunch`` script is not for them."""
+    main = sys.modules["__main__"]
+    file = getattr(main, "__file__", None)
+    if getattr(main, "__spec__", None) is not None or sys.flags.safe_path or file is None:
+        return
+    directory = Path(file).resolve().parent
+    if sys.path[:1] == [str(directory)] and directory != _PACKAGE.parent:
+        del sys.path[0]
 
 
 def _has_threads() -> bool:

@@ -87,3 +87,26 @@ def test_a_command_starts_again_with_what_it_was_told(arguments: list[str]) -> N
         again = same_command(context)
         with up.make_context("up", again[again.index("up") + 1 :]) as second:
             assert second.params == context.params
+
+
+SCRIPT = """
+import json, os, sys
+from stagelaunch.cli.become_warden import become_warden
+before = list(sys.path)
+become_warden("site.yaml", list)
+print(json.dumps([before, sys.path]), flush=True)
+os._exit(0)
+"""
+
+
+def test_what_lies_beside_the_script_is_not_found_by_stages(tmp_path: Path) -> None:
+    script = tmp_path / "script"
+    script.write_text(SCRIPT)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    environment.pop("PYTHONSAFEPATH", None)
+    ran = subprocess.run(
+        [sys.executable, str(script)], env=environment, stdout=subprocess.PIPE, timeout=TIMEOUT_S, check=True
+    )
+    before, after = json.loads(ran.stdout)
+    assert before[0] == str(tmp_path.resolve())
+    assert after == before[1:]
