@@ -56,14 +56,16 @@ class Run(NamedTuple):
 
 def begin() -> Run:
     """Make this process fit to be a warden. From the main thread, and before anything is started."""
-    # Blocked first: a signal that comes now is taken later, also by PID 1, which has no defaults. SIGTTOU too: what
+    # Before all else: from here on a terminal that is closed ends this process, or is a request to stop.
+    has_terminal = _has_terminal()
+    # Blocked: a signal that comes now is taken later, also by PID 1, which has no defaults. SIGTTOU too: what
     # is said to a terminal from its background must not stop us.
     signal.pthread_sigmask(signal.SIG_BLOCK, {*PASSED_ON, signal.SIGCHLD, signal.SIGTTOU})
     # Ignored, as some callers leave it, children would vanish without telling how they ended.
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     _become_subreaper()
     run_id = os.urandom(8).hex()
-    return Run(os.getpid(), run_id, cgroup.create(run_id), _has_terminal())
+    return Run(os.getpid(), run_id, cgroup.create(run_id), has_terminal)
 
 
 def _become_subreaper() -> None:
@@ -76,7 +78,12 @@ def _become_subreaper() -> None:
 def fork(run: Run) -> int:
     """Divide this process: 0 in the supervisor, its pid in the warden. From the main thread, to which the supervisor's
     parent-death signal is tied."""
-    pid = os.fork()
+    try:
+        pid = os.fork()
+    except OSError:
+        if run.cgroup is not None:
+            cgroup.remove(run.cgroup)
+        raise
     if pid:
         return pid
     die_with_parent(run.warden)

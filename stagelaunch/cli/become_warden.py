@@ -2,26 +2,44 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
 
+import click
+
+import stagelaunch
 from stagelaunch import warden
 from stagelaunch.supervisor.notify import VARIABLES
 
+_BEGUN = "STAGELAUNCH_BEGUN"
+"""From a supervisor to itself when it starts afresh: the run that has begun."""
+_PACKAGE = Path(stagelaunch.__file__).resolve().parent
 
-def become_warden(config: str) -> warden.Run:
+
+def become_warden(config: str, again: Callable[[], list[str]]) -> warden.Run:
     """Divide this process. Returns in the supervisor only, which has all signals blocked that the warden passes on.
 
-    OSError where that is not possible.
+    ``again`` gives what starts this program as it was started: a supervisor that has other threads to fear begins anew
+    with it, and comes here a second time. OSError where the process cannot be divided.
     """
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
     # What a service manager told is this process's, and for no child of it.
-    for name in VARIABLES:
-        os.environ.pop(name, None)
+    told = {name: text for name in VARIABLES if (text := os.environ.pop(name, None)) is not None}
+    begun = _begun()
+    if begun is not None:
+        return begun
+    has_threads = _has_threads()
     run = warden.begin()
     supervisor = warden.fork(run)
     if supervisor == 0:
+        if has_threads:
+            _begin_anew(run, again, told)
+        _forget_script_directory()
         return run
     command = warden.command(run, supervisor, config)
     try:
@@ -29,3 +47,61 @@ def become_warden(config: str) -> warden.Run:
     except OSError:
         # The interpreter is gone, or there is no memory: larger than it need be, it does the same.
         os._exit(warden.main(command[command.index(warden.__file__) + 1 :]))
+
+
+def same_command(context: click.Context) -> list[str]:
+    """What starts the current command again, as it was understood, with this very package."""
+    options, others = [], []
+    for parameter in context.command.params:
+        value = context.params.get(parameter.name or "")
+        if not isinstance(parameter, click.Option):
+            others.append(str(value))
+        elif value is True:
+            options.append(parameter.opts[0])
+        elif value is not None and value is not False:
+            options += [parameter.opts[0], str(value)]
+    spec = getattr(sys.modules["__main__"], "__spec__", None)
+    # Nothing in the current directory is to be found that was not before.
+    from_here = spec is not None or _PACKAGE.parent == Path.cwd()
+    python = [sys.executable, *([] if from_here else ["-P"])]
+    return [*python, "-m", "stagelaunch", str(context.info_name), *options, "--", *others]
+
+
+def _forget_script_directory() -> None:
+    """Stages are given our ``sys.path``: what happens to lie beside the ``stagelaunch`` script is not for them."""
+    main = sys.modules["__main__"]
+    file = getattr(main, "__file__", None)
+    if getattr(main, "__spec__", None) is not None or sys.flags.safe_path or file is None:
+        return
+    directory = Path(file).resolve().parent
+    if sys.path[:1] == [str(directory)] and directory != _PACKAGE.parent:
+        del sys.path[0]
+
+
+def _has_threads() -> bool:
+    """Whether somebody, a ``sitecustomize`` for one, has started threads. A fork copies none of them, but the locks
+    they hold, those of modules they import among them."""
+    try:
+        return len(os.listdir("/proc/self/task")) > 1
+    except OSError:
+        return False
+
+
+def _begin_anew(run: warden.Run, again: Callable[[], list[str]], told: Mapping[str, str]) -> None:
+    """Start this process afresh, in place. Returns where that cannot be: to go on is the better chance."""
+    body = json.dumps([run.warden, run.run_id, None if run.cgroup is None else str(run.cgroup), run.has_terminal])
+    environment = {**os.environ, **told, _BEGUN: body}
+    if told.get("WATCHDOG_PID") == str(run.warden):
+        environment["WATCHDOG_PID"] = str(os.getpid())
+    with suppress(OSError):
+        command = again()
+        os.execve(command[0], command, environment)
+
+
+def _begun() -> warden.Run | None:
+    """The run whose supervisor this process is, started afresh."""
+    body = os.environ.pop(_BEGUN, None)
+    if body is None:
+        return None
+    parent, run_id, directory, has_terminal = json.loads(body)
+    return warden.Run(parent, run_id, None if directory is None else Path(directory), has_terminal)

@@ -20,6 +20,7 @@ import pytest
 from deployments import Ran, Site, light_stage
 from wards import ROOT, WITHOUT_CGROUP, Ward, as_up_does, can_have_cgroup
 
+from stagelaunch import warden
 from stagelaunch.system import tree
 
 KINDS = "plain,stopped,session,double,exec,titled,thread,tracker"
@@ -159,7 +160,7 @@ def test_words_that_cannot_be_written_never_matter(begin: Any, how: str) -> None
             os.close(reading)
 
 
-def in_terminal(begin: Any, *arguments: str, ignore_hang_up: bool = False) -> tuple[Ward, int]:
+def in_terminal(begin: Any, *arguments: str, ignore_hang_up: bool = False, changes: str = "") -> tuple[Ward, int]:
     """A warden with a terminal of its own, and the terminal's other end."""
     master, slave = pty.openpty()
 
@@ -170,7 +171,7 @@ def in_terminal(begin: Any, *arguments: str, ignore_hang_up: bool = False) -> tu
             signal.signal(signal.SIGHUP, signal.SIG_IGN)
         as_up_does()
 
-    ward = begin(*arguments, prepare=prepare, stdin=slave)
+    ward = begin(*arguments, prepare=prepare, stdin=slave, changes=changes)
     os.close(slave)
     return ward, master
 
@@ -201,6 +202,37 @@ def test_a_closed_terminal_is_one_request_to_stop(begin: Any) -> None:
     ward.process.send_signal(signal.SIGUSR1)
     assert (ward.end(), ward.living()) == (0, set())
     assert [line for line in ward.said if line.startswith("got")] == ["got SIGTERM", "got SIGUSR1"]
+
+
+CLOSED_WHILE_IT_BEGINS = """
+import signal
+def create(run_id):
+    print("begins", flush=True)
+    while signal.SIGHUP not in signal.sigpending():
+        os.sched_yield()
+warden.cgroup.create = create
+"""
+
+
+def test_a_terminal_closed_while_the_run_begins_is_a_request_to_stop(begin: Any) -> None:
+    ward, master = in_terminal(begin, "", "until SIGTERM", changes=CLOSED_WHILE_IT_BEGINS)
+    ward.until("begins")
+    os.close(master)
+    assert ward.process.stderr is not None
+    assert b"terminal was closed: told the supervisor to stop" in ward.process.stderr.readline()
+    assert (ward.end(), ward.said[-1]) == (0, "got SIGTERM")
+
+
+def test_a_run_that_cannot_be_divided_leaves_no_cgroup(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused() -> int:
+        raise BlockingIOError
+
+    monkeypatch.setattr(os, "fork", refused)
+    place = tmp_path / "cgroup"
+    place.mkdir()
+    with pytest.raises(BlockingIOError):
+        warden.fork(warden.Run(os.getpid(), "0", place, False))
+    assert not place.exists()
 
 
 def test_under_nohup_a_closed_terminal_is_nothing(begin: Any) -> None:
