@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
-import click
-
 import stagelaunch
 from stagelaunch import warden
+from stagelaunch.core.errors import StartError
 from stagelaunch.supervisor.notify import VARIABLES
 
 _BEGUN = "STAGELAUNCH_BEGUN"
@@ -20,11 +19,11 @@ _BEGUN = "STAGELAUNCH_BEGUN"
 _PACKAGE = Path(stagelaunch.__file__).resolve().parent
 
 
-def become_warden(config: str, again: Callable[[], list[str]]) -> warden.Run:
+def become_warden(config: str) -> warden.Run:
     """Divide this process. Returns in the supervisor only, which has all signals blocked that the warden passes on.
 
-    ``again`` gives what starts this program as it was started: a supervisor that has other threads to fear begins anew
-    with it, and comes here a second time. OSError where the process cannot be divided.
+    A supervisor that has other threads to fear begins anew, by the same command line, and comes here a second time.
+    StartError where the process cannot be divided.
     """
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
@@ -32,13 +31,18 @@ def become_warden(config: str, again: Callable[[], list[str]]) -> warden.Run:
     told = {name: text for name in VARIABLES if (text := os.environ.pop(name, None)) is not None}
     begun = _begun()
     if begun is not None:
+        _forget_script_directory()
         return begun
     has_threads = _has_threads()
-    run = warden.begin()
-    supervisor = warden.fork(run)
+    try:
+        run = warden.begin()
+        supervisor = warden.fork(run)
+    except OSError as error:
+        text = "try again, or raise this user's limit of processes (ulimit -u)"
+        raise StartError(f"cannot start the supervisor: {error.strerror}; {text}") from error
     if supervisor == 0:
         if has_threads:
-            _begin_anew(run, again, told)
+            _begin_anew(run, told)
         _forget_script_directory()
         return run
     command = warden.command(run, supervisor, config)
@@ -47,24 +51,6 @@ def become_warden(config: str, again: Callable[[], list[str]]) -> warden.Run:
     except OSError:
         # The interpreter is gone, or there is no memory: larger than it need be, it does the same.
         os._exit(warden.main(command[command.index(warden.__file__) + 1 :]))
-
-
-def same_command(context: click.Context) -> list[str]:
-    """What starts the current command again, as it was understood, with this very package."""
-    options, others = [], []
-    for parameter in context.command.params:
-        value = context.params.get(parameter.name or "")
-        if not isinstance(parameter, click.Option):
-            others.append(str(value))
-        elif value is True:
-            options.append(parameter.opts[0])
-        elif value is not None and value is not False:
-            options += [parameter.opts[0], str(value)]
-    spec = getattr(sys.modules["__main__"], "__spec__", None)
-    # Nothing in the current directory is to be found that was not before.
-    from_here = spec is not None or _PACKAGE.parent == Path.cwd()
-    python = [sys.executable, *([] if from_here else ["-P"])]
-    return [*python, "-m", "stagelaunch", str(context.info_name), *options, "--", *others]
 
 
 def _forget_script_directory() -> None:
@@ -87,15 +73,14 @@ def _has_threads() -> bool:
         return False
 
 
-def _begin_anew(run: warden.Run, again: Callable[[], list[str]], told: Mapping[str, str]) -> None:
+def _begin_anew(run: warden.Run, told: Mapping[str, str]) -> None:
     """Start this process afresh, in place. Returns where that cannot be: to go on is the better chance."""
     body = json.dumps([run.warden, run.run_id, None if run.cgroup is None else str(run.cgroup), run.has_terminal])
     environment = {**os.environ, **told, _BEGUN: body}
     if told.get("WATCHDOG_PID") == str(run.warden):
         environment["WATCHDOG_PID"] = str(os.getpid())
     with suppress(OSError):
-        command = again()
-        os.execve(command[0], command, environment)
+        os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], environment)
 
 
 def _begun() -> warden.Run | None:

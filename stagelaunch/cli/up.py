@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from stagelaunch.cli.become_warden import become_warden, same_command
+from stagelaunch.cli.become_warden import become_warden
 from stagelaunch.core.errors import UsageError
 from stagelaunch.core.run_options import RunOptions
 from stagelaunch.core.units import parse_duration
@@ -42,9 +42,7 @@ _LONGEST_WAIT_S = 366 * 86400.0
 @click.option("--ci", is_flag=True, help="A stop takes at most 4 s in all, for runners that kill what is left.")
 @click.option("--runtime-dir", type=click.Path(path_type=Path), help="Where sockets and logs go.")
 @click.option("--notify-fd", type=int, hidden=True, help="Tell progress to this descriptor, one JSON object a line.")
-@click.pass_context
 def up(
-    context: click.Context,
     config: str,
     detach: bool,
     wait: bool,
@@ -67,7 +65,7 @@ def up(
 
         return start_detached(config, _target(config, runtime_dir), runtime_dir, wait, wait_text, ci, reuse_plan)
     link = read_link(os.environ, os.getpid())
-    own = become_warden(config, lambda: same_command(context))
+    own = become_warden(config)
     # From here on this is the supervisor. What stages need is imported while it imports what it needs itself.
     forkserver_process.prepare()
     try:

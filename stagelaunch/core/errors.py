@@ -154,6 +154,12 @@ class LockTimeoutError(PlainError):
     exit_code = ExitCode.TEMPORARY
 
 
+class StartError(PlainError):
+    """The machine has no room for one process more."""
+
+    exit_code = ExitCode.TEMPORARY
+
+
 class AlreadyRunningError(PlainError):
     """This deployment runs already; the text names the process."""
 

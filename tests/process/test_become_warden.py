@@ -12,8 +12,6 @@ from pathlib import Path
 import pytest
 from deployments import ROOT, TIMEOUT_S
 
-from stagelaunch.cli.become_warden import same_command
-from stagelaunch.cli.up import up
 from stagelaunch.system.tree import RUN_VARIABLE
 
 PROGRAM = """
@@ -26,7 +24,7 @@ here = os.getpid()
 if os.getppid() == int(sys.argv[2]):
     print("said before", flush=False)
 link = read_link(os.environ, os.getpid())
-run = become_warden("-site.yaml", lambda: [sys.executable, "-c", sys.orig_argv[2], *sys.argv[1:]])
+run = become_warden("-site.yaml")
 os.close(int(sys.argv[1]))
 blocked = signal.pthread_sigmask(signal.SIG_BLOCK, ())
 print(json.dumps([run.warden, os.getppid(), run.run_id, sorted(blocked), dict(os.environ)]), flush=True)
@@ -78,30 +76,29 @@ def test_one_process_becomes_two(how: str) -> None:
     process.stdout.close()
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [["site.yaml"], ["--wait-for-memory", "60s", "--runtime-dir", "/run", "--notify-fd", "7", "--", "-site.yaml"]],
-)
-def test_a_command_starts_again_with_what_it_was_told(arguments: list[str]) -> None:
-    with up.make_context("up", list(arguments)) as context:
-        again = same_command(context)
-        with up.make_context("up", again[again.index("up") + 1 :]) as second:
-            assert second.params == context.params
+def test_no_room_for_a_process_is_one_line() -> None:
+    code = "import os, sys\ndef fork(): raise BlockingIOError(11, os.strerror(11))\nos.fork = fork\n"
+    code += "from stagelaunch.cli.main import main\nsys.exit(main(['up', 'site.yaml']))"
+    ran = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert (ran.returncode, ran.stderr.count("\n")) == (75, 1)
+    assert "cannot start the supervisor: Resource temporarily unavailable; try again" in ran.stderr
 
 
 SCRIPT = """
-import json, os, sys
+import json, os, sys, threading
 from stagelaunch.cli.become_warden import become_warden
+{changes}
 before = list(sys.path)
-become_warden("site.yaml", list)
+become_warden("site.yaml")
 print(json.dumps([before, sys.path]), flush=True)
 os._exit(0)
 """
 
 
-def test_what_lies_beside_the_script_is_not_found_by_stages(tmp_path: Path) -> None:
+@pytest.mark.parametrize("how", ["exec", "threads"])
+def test_what_lies_beside_the_script_is_not_found_by_stages(tmp_path: Path, how: str) -> None:
     script = tmp_path / "script"
-    script.write_text(SCRIPT)
+    script.write_text(SCRIPT.format(changes=CHANGES[how]))
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     environment.pop("PYTHONSAFEPATH", None)
     ran = subprocess.run(

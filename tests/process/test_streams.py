@@ -84,7 +84,7 @@ WITHOUT_WARDEN = """
 import os, sys
 from stagelaunch import warden
 from stagelaunch.cli import up
-up.become_warden = lambda *_: warden.Run(os.getppid(), "sabotaged", None, False)
+up.become_warden = lambda config: warden.Run(os.getppid(), "sabotaged", None, False)
 """
 
 
