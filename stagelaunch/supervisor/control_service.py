@@ -21,6 +21,8 @@ from stagelaunch.supervisor.runtime import Runtime
 if TYPE_CHECKING:
     from stagelaunch.supervisor.control import ControlServer
 
+HEAD_START_S = 0.3
+
 
 class ControlService:
     """``lock`` is the held lock of the runtime. ``restore`` writes what else belongs into a new runtime directory."""
@@ -58,7 +60,9 @@ class ControlService:
 
     async def _serve(self) -> None:
         try:
-            # In a thread, while stages start and are watched: it takes as long as all that came before.
+            # Stages first: they start, and one that dies at once is answered, without an import beside.
+            await asyncio.sleep(HEAD_START_S)
+            # In a thread, while stages are watched: it takes as long as all that came before.
             control = await _imported("stagelaunch.supervisor.control")
             self._server = control.ControlServer(self._endpoint, self._handlers)
             await self._server.start()
