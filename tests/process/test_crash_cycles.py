@@ -19,7 +19,7 @@ FULL = os.environ.get("STAGELAUNCH_SOAK") == "1"
 
 @pytest.mark.timeout(1200 if FULL else 120)
 @pytest.mark.parametrize(
-    ("phase", "rounds"), [("spawn", 50 if FULL else 4), pytest.param("capture", 50, marks=in_full_only)]
+    ("phase", "rounds"), [("spawn", 50 if FULL else 2), pytest.param("capture", 50, marks=in_full_only)]
 )
 def test_boots_that_fail_leave_the_supervisor_as_it_was(tmp_path: Path, phase: str, rounds: int) -> None:
     site = FaultySite(tmp_path, Cell("beta", phase, "osexit"))
