@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from stagelaunch.supervisor.control import ControlServer
 
 HEAD_START_S = 0.3
+"""Of the stages before the import; whoever connects in the meantime waits so much longer."""
 
 
 class ControlService:

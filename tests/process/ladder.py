@@ -2,7 +2,7 @@
 
 A program for ``scripts/bench ladder``. The same child under both: it says that it is up and waits. Ours is the whole of
 ``stagelaunch up``: warden, supervisor, a look at two simulated devices, admission, eight workers. Turn by turn, so that
-both meet the same machine. With ``--library torch`` the children import that before they say that they are up.
+both meet the same machine. With ``--imports torch`` the children import that before they say that they are up.
 """
 
 from __future__ import annotations
@@ -108,10 +108,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Print the ratios and the spread."""
     parser = argparse.ArgumentParser(prog="scripts/bench ladder", description=__doc__)
     parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--library", default="", help="a module that each child imports first")
+    parser.add_argument("--imports", default="", help="a module that each child imports first")
     args = parser.parse_args(arguments)
-    os.environ["LADDER_LIBRARY"] = args.library
-    of = f"{CHILDREN} children that import {args.library or 'nothing'}"
+    os.environ["LADDER_IMPORTS"] = args.imports
+    of = f"{CHILDREN} children that import {args.imports or 'nothing'}"
     print(f"scripts/bench ladder --rounds {args.rounds}: {of}; min median max of ours, then of honcho")
     for rest_s, when in ((0.0, "at once"), (REST_S, "at rest")):
         ours, theirs = [], []

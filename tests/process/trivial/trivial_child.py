@@ -1,12 +1,12 @@
-"""A child that does nothing: says that it is up, and waits for its end. LADDER_LIBRARY names what it imports before."""
+"""A child that does nothing: says that it is up, and waits for its end. LADDER_IMPORTS names what it imports before."""
 
 import importlib
 import os
 import signal
 import socket
 
-if os.environ.get("LADDER_LIBRARY"):
-    importlib.import_module(os.environ["LADDER_LIBRARY"])
+if os.environ.get("LADDER_IMPORTS"):
+    importlib.import_module(os.environ["LADDER_IMPORTS"])
 
 
 def announce():
