@@ -47,9 +47,12 @@ def test_one_process_becomes_two(how: str) -> None:
     fails = how == "no exec"
     held, passed = os.pipe()
     told = {"NOTIFY_SOCKET": "@/a/socket", "WATCHDOG_USEC": "5000"}
+    # What was not flushed before the fork would be said twice.
+    buffered = {"PYTHONUNBUFFERED": ""}
     process = subprocess.Popen(
         [sys.executable, "-c", PROGRAM.format(changes=CHANGES[how]), str(passed), str(os.getpid())],
-        cwd=ROOT, env={**os.environ, **told}, pass_fds=(passed,), stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+        cwd=ROOT, env={**os.environ, **told, **buffered},
+        pass_fds=(passed,), stdin=subprocess.PIPE, stdout=subprocess.PIPE,
     )  # fmt: skip
     os.close(passed)
     assert process.stdin is not None
