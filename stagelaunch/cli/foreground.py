@@ -22,6 +22,7 @@ from stagelaunch.core.outcome import Outcome
 from stagelaunch.core.run_options import RunOptions
 from stagelaunch.core.units import format_duration
 from stagelaunch.supervisor.run import Listener, run_deployment
+from stagelaunch.system.log_file import heading, now
 
 
 def run_foreground(target: Target, notify: IO[str] | None, options: RunOptions) -> int:
@@ -83,8 +84,7 @@ class Voice:
     def _begin(self) -> None:
         """A log that goes on over many runs says where this one begins, and when."""
         if self._own_log is not None:
-            now = time.strftime("%Y-%m-%dT%H:%M:%S%z")
-            self.print(f"---- {now} supervisor pid {os.getpid()}, config {self._config} ----", err=True)
+            self.print(heading(f"supervisor pid {os.getpid()}, config {self._config}"), err=True)
 
     def ended(self, code: int, text: str) -> None:
         """The last thing said."""
@@ -107,7 +107,8 @@ class Voice:
 
     def _say(self, text: str) -> None:
         line = f"[{format_duration(time.monotonic() - self._began_s):>7}] {text}"
-        self.print(line, err=True)
+        # A log is read days later, a terminal now; the journal has the time already.
+        self.print(line if self._own_log is None else f"{now()} {line}", err=True)
         self._tell(line=line)
 
     def _show(self, line: str) -> bool:

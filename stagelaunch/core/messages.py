@@ -143,6 +143,16 @@ class ReopenLog:
 
 
 @dataclass(frozen=True)
+class DumpStacks:
+    """Supervisor to worker: write the stacks of all threads to the log, and go on."""
+
+
+@dataclass(frozen=True)
+class StacksDumped:
+    """Answer to DumpStacks, of the control thread: no sign that the stage gets on."""
+
+
+@dataclass(frozen=True)
 class LogLost:
     """The worker's log file cannot be opened; ``text`` says why and where its output goes now. Said once."""
 
@@ -170,6 +180,8 @@ Message = (
     | Ping
     | Pong
     | ReopenLog
+    | DumpStacks
+    | StacksDumped
     | LogLost
 )
 

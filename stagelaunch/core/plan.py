@@ -28,7 +28,7 @@ from stagelaunch.core.errors import DoesNotFitNowError, FindingsError, NeverFits
 from stagelaunch.core.groups import init_groups
 from stagelaunch.core.identity import Resolution
 from stagelaunch.core.inventory import DeviceInfo
-from stagelaunch.core.ledger import KVLayout, Ledger, Source, Term, shortage
+from stagelaunch.core.ledger import KVLayout, Ledger, Source, Term, margin_bytes, shortage
 from stagelaunch.core.units import format_size
 
 
@@ -271,7 +271,8 @@ def _device_plans(
 def _too_heavy(
     stages: Sequence[Stage], verdicts: Sequence[DeviceVerdict], weights_bytes: Mapping[int, int]
 ) -> list[str]:
-    """One text per stage whose weights alone exceed its budget. How ranks split them is not known: the sum counts."""
+    """One text per stage whose weights and margin alone exceed its budget. How ranks split them is not known: the sums
+    count."""
     budgets: dict[int, list[int | None]] = {}
     for verdict in verdicts:
         for demand in verdict.demands:
@@ -280,9 +281,10 @@ def _too_heavy(
     for stage in stages:
         parts = [part for part in budgets.get(stage.id, []) if part is not None]
         weights, budget = weights_bytes.get(stage.id, 0), sum(parts)
-        if len(parts) == len(stage.devices) and weights > budget:
+        margin = sum(map(margin_bytes, parts))
+        if len(parts) == len(stage.devices) and weights + margin > budget:
             texts.append(
-                f"stage {stage.id} ({stage.name}): its weights take {format_size(weights)}, its budget is "
-                f"{format_size(budget)}; raise the budget or use larger devices"
+                f"stage {stage.id} ({stage.name}): its weights take {format_size(weights)} and its margin "
+                f"{format_size(margin)}, its budget is {format_size(budget)}; raise the budget or use larger devices"
             )
     return texts

@@ -17,7 +17,8 @@ from pathlib import Path
 from stagelaunch.core import messages as m
 from stagelaunch.core.config import Logs
 from stagelaunch.core.logs import prefixed, shifts, shown
-from stagelaunch.system.log_file import Follower, aside, size
+from stagelaunch.system.log_file import Follower, aside, heading, is_mid_line, size
+from stagelaunch.system.regular import open_log
 
 POLL_S = 0.2
 ROTATE_EVERY_S = 2.0
@@ -49,12 +50,26 @@ class StageLogs:
         self._width = max((len(name) for name, _ in paths.values()), default=0)
         self._followers = {} if show is None else {i: self._follower(path) for i, (_, path) in paths.items()}
         self._unshown: deque[str] = deque()
+        self._headings: set[bytes] = set()
         self._troubles: dict[int, str] = {}
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
         """Look after the logs until ``close``."""
         self._task = asyncio.create_task(self._mind())
+
+    def begin(self, stage_id: int) -> None:
+        """A process of the stage is about to start: its log, which goes on over many, says so. Not the console, which
+        hears of it from the supervisor."""
+        name, path = self._paths[stage_id]
+        line = heading(f"{name} started by supervisor pid {os.getpid()}")
+        # A log that cannot be written costs its words; the stage says why.
+        with contextlib.suppress(OSError):
+            path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            end = "\n" if is_mid_line(path) else ""
+            with open(open_log(path), "wb", buffering=0) as file:
+                file.write(f"{end}{line}\n".encode())
+            self._headings.add(line.encode())
 
     def take_over(self, limits: Logs) -> None:
         """Go on under other limits."""
@@ -110,7 +125,7 @@ class StageLogs:
 
     def _queue(self, stage_id: int, lines: list[bytes]) -> None:
         name = self._paths[stage_id][0]
-        self._unshown.extend(prefixed(name, self._width, shown(line)) for line in lines)
+        self._unshown.extend(prefixed(name, self._width, shown(line)) for line in lines if line not in self._headings)
 
     def _print(self) -> None:
         while self._show is not None and self._unshown and self._show(self._unshown[0]):

@@ -112,8 +112,9 @@ class Session:
             runtime.timeline, self._deployment.name, policy.order, policy.groups, listener.say
         )
         hooks = Hooks(
-            self._say, self._on_ready, self._on_failure, self._on_stopping, events.add, self._readmit, self._timeline
-        )
+            self._say, self._on_ready, self._on_failure, self._on_stopping, events.add, self._readmit, self._timeline,
+            lambda stage_id: self._logs.begin(stage_id),
+        )  # fmt: skip
         self._supervisor = Supervisor(admitted.runs, policy, timeouts, runtime, hooks, preload=self._deployment.preload)
         paths = {run.stage_id: (run.name, run.log_path) for run in admitted.runs}
         self._logs = StageLogs(paths, self._deployment.logs, self._supervisor.tell, listener.say, listener.show)
@@ -237,7 +238,7 @@ class Session:
         self._supervisor.request_stop(reason, again=again, now=now)
 
     def _dump(self) -> None:
-        """The threads are dumped already; add the tasks, the state of every stage, and the stacks of the stages."""
+        """The threads are written down; add the tasks, the state of every stage, and the stacks of the stages."""
         state = self._supervisor.state
         self._say(f"SIGQUIT: {deployment_state(self._supervisor)}; its threads, also in {self._runtime.stacks}:")
         for line in log_file.tail(self._runtime.stacks, STACK_LINES):
@@ -370,23 +371,29 @@ _stacks: list[IO[str]] = []
 """The file that SIGQUIT writes to; faulthandler keeps only its descriptor."""
 
 
-def dump_threads_on_quit(path: Path, then: Callable[[], None] | None = None) -> None:
-    """SIGQUIT writes the stacks of all threads to ``path``, from C: also where a loop hangs that runs no handler.
+def dump_threads_on_quit(path: Path, then: Callable[[], None] = lambda: None) -> None:
+    """SIGQUIT writes the stack of this thread to ``path``, from C: also where a loop hangs that runs no handler. Then,
+    on the loop, those of all threads, and ``then`` is called.
 
-    Not to stderr, which may be a pipe that nobody reads. ``then`` is called on the loop afterwards. To be called from
-    the loop's thread.
+    Not all of them from C, where the frames of threads that run are read: that can crash. Not to stderr, which may be a
+    pipe that nobody reads. To be called from the loop's thread.
     """
+
+    def dump() -> None:
+        if _stacks:
+            faulthandler.dump_traceback(_stacks[0], all_threads=True)
+        then()
+
     # Taken back first: registered twice, the second time would change nothing.
     faulthandler.unregister(signal.SIGQUIT)
-    if then is not None:
-        asyncio.get_running_loop().add_signal_handler(signal.SIGQUIT, then)
+    asyncio.get_running_loop().add_signal_handler(signal.SIGQUIT, dump)
     with contextlib.suppress(OSError):
         new = path.open("w")
         while _stacks:
             _stacks.pop().close()
         _stacks.append(new)
     if _stacks:
-        faulthandler.register(signal.SIGQUIT, file=_stacks[0], all_threads=True, chain=then is not None)
+        faulthandler.register(signal.SIGQUIT, file=_stacks[0], all_threads=False, chain=True)
 
 
 def _since(began_s: float) -> str:

@@ -56,6 +56,7 @@ class StageProcess:
         self._pidfd: int | None = None
         self._family: StageFamily | None = None
         self._is_unwanted = False
+        self._quit: asyncio.TimerHandle | None = None
         self.ended = asyncio.Event()
         self._channel, theirs = socket.socketpair()
         self._forked = Forked(theirs, self._started, self._over, self._failed)
@@ -87,11 +88,23 @@ class StageProcess:
         self._signal(signal.SIGTERM)
         self._signal(signal.SIGCONT)
 
-    def dump_stacks(self) -> None:
-        """Ask for the stacks of all its threads, in its log; before it runs, of what imports its libraries."""
+    def dump_stacks(self, answer_s: float) -> None:
+        """Ask for the stacks of all its threads, in its log; before it runs, of what imports its libraries.
+
+        Not by a signal at first: its handler reads the frames of threads that run, and can crash the stage. One that
+        has not done it ``answer_s`` later does not give its threads the interpreter: then they do not run, either.
+        """
         if self.pid is None:
             self._forked.dump_imports()
-        self._signal(signal.SIGQUIT)
+            return
+        self._cancel_quit()
+        self.send(m.DumpStacks())
+        self._quit = self._loop.call_later(answer_s, self._signal, signal.SIGQUIT)
+
+    def _cancel_quit(self) -> None:
+        if self._quit is not None:
+            self._quit.cancel()
+            self._quit = None
 
     def kill(self) -> None:
         """SIGKILL to the leader and to all that it has started. Never waits.
@@ -179,7 +192,11 @@ class StageProcess:
         for line in lines:
             # A library that scribbles on the channel must not take the supervisor down.
             with contextlib.suppress(ValueError):
-                self._listener.on_message(m.decode(line))
+                message = m.decode(line)
+                if isinstance(message, m.StacksDumped):
+                    self._cancel_quit()
+                else:
+                    self._listener.on_message(message)
 
     def _over(self, code: int) -> None:
         if self.ended.is_set():
@@ -199,6 +216,7 @@ class StageProcess:
     def _end(self) -> None:
         """Let go of everything."""
         self.ended.set()
+        self._cancel_quit()
         self._loop.remove_reader(self._channel)
         self._channel.close()
         self._forked.close_channel()

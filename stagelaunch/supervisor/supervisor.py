@@ -42,6 +42,9 @@ _NO_ROOM = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 PROBE_TIMEOUT_S = 60.0
 """Or the phase deadline, if that is shorter: a probe is work like any other."""
 
+STACKS_ANSWER_S = 2.0
+"""A stage that nothing is wrong with, as far as is known, gets long to write its stacks by itself."""
+
 
 @dataclass(frozen=True)
 class Hooks:
@@ -60,6 +63,8 @@ class Hooks:
     readmit: Callable[[int], Awaitable[None]]
     """Returns when the stage, which is to be started again, fits; raises StagelaunchError when it does not."""
     timeline: TimelineRecorder
+    begin_log: Callable[[int], None]
+    """The stage is about to be started: whatever its log says after this is of its new process."""
 
 
 class Supervisor:
@@ -181,7 +186,7 @@ class Supervisor:
         """Every stage writes the stacks of its threads to its log, and goes on."""
         for stage in self._stages.values():
             if stage.answers and stage.process is not None:
-                stage.process.dump_stacks()
+                stage.process.dump_stacks(STACKS_ANSWER_S)
 
     def runs(self) -> tuple[StageRun, ...]:
         """What the stages' processes are told, as of now."""
@@ -312,6 +317,7 @@ class Supervisor:
             stage.past_pids.add(stage.pid)
         stage.process, stage.told_failure = None, False
         stage.view = board.spawned(run.stage_id, run.name, self._loop.time())
+        self._hooks.begin_log(run.stage_id)
         stage.log_begins = log_file.mark(run.log_path)
         self._hooks.timeline.started(run, stage.view.spawned_s)
         listener = Listener(

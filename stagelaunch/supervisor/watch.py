@@ -15,8 +15,10 @@ from stagelaunch.core.board import Due, Timeouts
 from stagelaunch.supervisor.stage import Stage
 
 PINGS_PER_HEARTBEAT = 3
-STACKS_S = 0.3
-"""How long a stage that is late gets to write its stacks to its log before it is given up."""
+ANSWER_S = 0.2
+"""How long a stage that is late has to write its stacks to its log by itself; then a signal has it do so."""
+STACKS_S = 0.4
+"""How long for both, before it is given up."""
 
 
 class Watch:
@@ -74,7 +76,7 @@ class Watch:
         """It has failed; before that is told, its stacks are asked for: they show where it hangs."""
         wait_s = 0.0
         if stage.process is not None and (stage.answers or stage.pid is None):
-            stage.process.dump_stacks()
+            stage.process.dump_stacks(ANSWER_S)
             wait_s = STACKS_S
         stage.verdict = (self._loop.call_later(wait_s, self._is_still_late, stage), due)
 

@@ -7,6 +7,7 @@ and ``stagelaunch logs``. Not the rules (`core.logs`), nor the putting aside (`s
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -27,6 +28,25 @@ _LINGER_POLLS = 10
 Mark = Mapping[int, int]
 """How long the files of a log were at some moment, by inode: what is in them beyond that came later."""
 _BEGINNING: Mark = MappingProxyType({})
+
+
+def now() -> str:
+    """The wall clock as logs write it."""
+    return time.strftime("%Y-%m-%dT%H:%M:%S%z")
+
+
+def heading(text: str) -> str:
+    """The line in a log that goes on over many processes where a new one begins."""
+    return f"---- {now()} {text} ----"
+
+
+def is_mid_line(path: Path) -> bool:
+    """Whether the log's last line has no end: whoever wrote it ended first."""
+    try:
+        with open_regular(path) as file:
+            return file.seek(0, os.SEEK_END) > 0 and os.pread(file.fileno(), 1, file.tell() - 1) != b"\n"
+    except OSError:
+        return False
 
 
 def size(path: Path) -> int:

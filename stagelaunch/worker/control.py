@@ -1,4 +1,4 @@
-"""Hears the supervisor, in a thread of its own, from before the boot to the end: pings, reopened logs, requests.
+"""Hears the supervisor, in a thread of its own, from before the boot to the end: pings, logs, stacks, requests.
 
 The thread answers pings while the stage boots, so that a long import or load is no silence; once the stage is ready
 only its main loop does, so that one that hangs is silent. It touches no device. Used by `worker.main`.
@@ -9,20 +9,21 @@ from __future__ import annotations
 import queue
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 
 from stagelaunch.core import messages as m
+from stagelaunch.worker.output import Output
 from stagelaunch.worker.reporter import Reporter
 
 
 class Control:
-    """The worker's ear. ``reopen_log`` is called in its thread."""
+    """The worker's ear."""
 
-    def __init__(self, channel: socket.socket, reporter: Reporter, reopen_log: Callable[[], None]) -> None:
+    def __init__(self, channel: socket.socket, reporter: Reporter, output: Output) -> None:
         self._channel = channel
         self._reporter = reporter
-        self._reopen_log = reopen_log
+        self._output = output
         self._for_main_loop: queue.SimpleQueue[m.Message | None] = queue.SimpleQueue()
         self._main_loop_answers = False
 
@@ -53,7 +54,10 @@ class Control:
     def _take(self, message: m.Message) -> None:
         match message:
             case m.ReopenLog():
-                self._reopen_log()
+                self._output.reopen()
+            case m.DumpStacks():
+                self._output.dump_stacks()
+                self._reporter.send(m.StacksDumped())
             case m.Ping() if not self._main_loop_answers:
                 self._pong(message)
             case _:

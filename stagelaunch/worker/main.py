@@ -36,7 +36,7 @@ def run(run_file: str, stage_id: int, channel: socket.socket) -> None:
         stage = run_from_json(read_regular(Path(run_file)).decode(), stage_id)
         output = Output(stage.log_path, reporter.log_lost)
         output.redirect()
-        control = Control(channel, reporter, output.reopen)
+        control = Control(channel, reporter, output)
         control.start()
         # Whatever it starts by exec carries its name; what it forks is known by its session.
         os.environ.update({**stage.env, STAGE_VARIABLE: stage.name})

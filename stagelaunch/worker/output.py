@@ -34,7 +34,7 @@ class Output:
 
     def redirect(self) -> None:
         """Send everything this process says to the file; to nowhere if it cannot be opened. SIGQUIT writes all stacks
-        there and the process goes on."""
+        there, also of a process that hangs; one that does not may crash by it: ``dump_stacks`` is for those."""
         try:
             self._open_over_output()
         except OSError as error:
@@ -45,6 +45,11 @@ class Output:
         # Both write to descriptor 2, whatever file that is then.
         faulthandler.enable(file=2, all_threads=True)
         faulthandler.register(signal.SIGQUIT, file=2, all_threads=True)
+
+    def dump_stacks(self) -> None:
+        """Write the stacks of all threads to the file. Called by a thread that has the interpreter: no other one runs
+        while its frames are read. A signal handler reads them whatever they do."""
+        faulthandler.dump_traceback(file=2, all_threads=True)
 
     def reopen(self) -> None:
         """Go on in a file of that name; in the old one if it cannot be opened."""

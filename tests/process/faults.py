@@ -22,7 +22,20 @@ from deployments import HERE, Ran, Site, three_stages
 
 STAGES = ("alpha", "beta", "gamma")
 PHASES = ("spawn", "import", "context", "load", "profile", "size", "allocate", "capture", "ready", "stop")
-KINDS = ("raise", "sysexit", "osexit", "sigkill", "segv", "abort", "hang", "sigstop", "ignoreterm", "oom", "session")
+KINDS = (
+    "raise",
+    "sysexit",
+    "osexit",
+    "sigkill",
+    "segv",
+    "abort",
+    "hang",
+    "deaf",
+    "sigstop",
+    "ignoreterm",
+    "oom",
+    "session",
+)
 TIMEOUTS = {
     "phase": "20s", "stage": "60s", "boot": "80s", "lock": "40s", "heartbeat": "3s", "stop": "2s", "stop_booting": "1s",
 }  # fmt: skip
@@ -87,7 +100,7 @@ def expected(cell: Cell) -> Expected:
             return Expected("heartbeat", 1)
         case "spawn" | "import", _:
             return Expected("deadline", 1)
-        case _, "sigstop":
+        case _, "sigstop" | "deaf":
             return Expected("heartbeat", 1)
         case _:
             return Expected("deadline", 1)
@@ -175,7 +188,7 @@ def _evidence(cell: Cell) -> tuple[str, ...]:
     match cell.kind:
         case "raise":
             return ("raise InjectedError",)
-        case "segv" | "abort" | "hang" | "ignoreterm":
+        case "segv" | "abort" | "hang" | "deaf" | "ignoreterm":
             # faulthandler's words, from the stage's own log.
             return ("in misbehave", "light_engine.py")
         case _:
@@ -185,7 +198,7 @@ def _evidence(cell: Cell) -> tuple[str, ...]:
 def cover(seed: int) -> tuple[Cell, ...]:
     """A slice in which each phase and each way occurs, drawn by the seed."""
     draw = random.Random(seed)
-    phases = [*PHASES, draw.choice(PHASES[1:])]
+    phases = [*PHASES, *draw.sample(PHASES[1:], len(KINDS) - len(PHASES))]
     while True:
         kinds = draw.sample(KINDS, len(KINDS))
         cells = tuple(Cell(draw.choice(STAGES), phase, kind) for phase, kind in zip(phases, kinds))

@@ -35,6 +35,11 @@ def misbehave(kind: str) -> None:
             os.abort()
         case "hang":
             hang()
+        case "deaf":
+            # Waits for its own mutex in a library that keeps the interpreter for itself: no thread of it runs.
+            mutex = ctypes.create_string_buffer(128)
+            for _ in range(2):
+                ctypes.PyDLL(None).pthread_mutex_lock(mutex)
         case "sigstop":
             os.kill(os.getpid(), signal.SIGSTOP)
             hang()

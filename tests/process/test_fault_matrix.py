@@ -9,7 +9,7 @@ import pytest
 from faults import CELLS, Cell, cover, run_cell
 
 FULL = os.environ.get("STAGELAUNCH_SOAK") == "1"
-SLICE = CELLS if FULL else cover(76674)[::2]
+SLICE = CELLS if FULL else cover(76850)[::2]
 
 
 @pytest.mark.soak

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -19,6 +20,7 @@ from pathlib import Path
 import pytest
 from deployments import ROOT, TIMEOUT_S, Site, light_stage
 
+from stagelaunch.cli.foreground import Voice
 from stagelaunch.core import messages as m
 from stagelaunch.core.config import Logs
 from stagelaunch.core.phases import Phase
@@ -40,7 +42,7 @@ channel = socket.socket(fileno=int(sys.argv[2]))
 reporter = Reporter(channel)
 output = Output(Path(sys.argv[1]), reporter.log_lost)
 output.redirect()
-control = Control(channel, reporter, output.reopen)
+control = Control(channel, reporter, output)
 control.start()
 def heard(): return sys.stdin.readline()
 """
@@ -146,14 +148,13 @@ def test_two_threads_that_report_do_not_end_up_in_each_others_lines() -> None:
         assert [heard.count(one) for one in said] == [5, 5]
 
 
-def test_quit_writes_every_stack_to_the_log_and_the_stage_goes_on(tmp_path: Path) -> None:
+def test_every_stack_is_written_to_the_log_and_the_stage_goes_on(tmp_path: Path) -> None:
     log = tmp_path / "a.log"
     with worker(log, "def boots(): heard()\nboots()") as child:
+        child.send(m.DumpStacks())
+        assert child.next() == m.StacksDumped()
+        assert [log.read_text().count(where) for where in ("in boots", "in _listen")] == [1, 1]
         child.synchronise()
-        # Again until both threads were caught where they mostly are: a thread may be anywhere for a moment.
-        while "in boots" not in log.read_text() or "in _listen" not in log.read_text():
-            child.process.send_signal(signal.SIGQUIT)
-            child.synchronise()
 
 
 # A disk that takes nothing
@@ -347,6 +348,33 @@ def test_the_console_shows_new_lines_with_their_stage_and_the_rest_at_the_end(tm
     asyncio.run(scenario())
 
 
+def test_each_process_of_a_stage_begins_with_a_heading_that_the_console_leaves_out(tmp_path: Path) -> None:
+    log = tmp_path / "logs" / "alpha.log"
+    printed: list[str] = []
+
+    async def scenario() -> None:
+        console = StageLogs(
+            {0: ("alpha", log)}, Logs(), lambda *_: None, lambda _: None, lambda line: not printed.append(line)
+        )
+        console.begin(0)
+        with log.open("a") as file:
+            file.write("killed half-w")
+        console.begin(0)
+        console.poll()
+        await console.close()
+
+    asyncio.run(scenario())
+    heading, line, again = log.read_text().splitlines()
+    assert re.fullmatch(r"---- \d{4}-\d\d-\d\dT[0-9:]{8}[+-]\d{4} alpha started by supervisor pid \d+ ----", heading)
+    assert (line, again[:4]) == ("killed half-w", "----")
+    assert printed == ["alpha | killed half-w"]
+
+
+def test_a_stage_whose_log_cannot_be_written_begins_all_the_same(tmp_path: Path) -> None:
+    (tmp_path / "logs").touch()
+    StageLogs({0: ("alpha", tmp_path / "logs" / "alpha.log")}, Logs(), lambda *_: None, lambda _: None).begin(0)
+
+
 def test_a_console_that_takes_nothing_does_not_hold_up_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stage_logs, "LAST_LINES_WAIT_S", 0.05)
     log = tmp_path / "alpha.log"
@@ -465,6 +493,16 @@ def test_the_log_of_a_detached_supervisor_says_where_each_start_begins(tmp_path:
     starts = [line for line in said if line.startswith("---- ")]
     assert len(starts) == 2
     assert all("supervisor pid" in line and line.endswith(f"config {site.config} ----") for line in starts)
+
+
+def test_lines_in_a_log_have_the_time_of_day_and_those_of_a_terminal_have_not(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    Voice(None, tmp_path / "supervisor.log", "x.yaml", shows_stages=False).listener().say("alpha: started")
+    Voice(None, None, "x.yaml", shows_stages=True).listener().say("alpha: started")
+    logged, shown = capfd.readouterr().err.splitlines()
+    assert re.fullmatch(r"\d{4}-\d\d-\d\dT[0-9:]{8}[+-]\d{4} \[ *0\.00s\] alpha: started", logged)
+    assert re.fullmatch(r"\[ *0\.00s\] alpha: started", shown)
 
 
 def test_output_to_a_log_is_opened_anew_by_its_name(tmp_path: Path) -> None:

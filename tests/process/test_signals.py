@@ -57,7 +57,7 @@ def test_signals_and_a_restart_of_a_ready_deployment(tmp_path: Path) -> None:
     assert "Current thread" in told
     assert "stage alpha: ready, in phase ready" in told
     follow = site.start("logs", "site", "alpha", "-f", "--runtime-dir", str(tmp_path / "run"))
-    read_until(follow.stdout, "Thread")
+    read_until(follow.stdout, "in dump_stacks")
 
     # USR1, after an external rotation: the old file has what was written, the new one what comes.
     log.rename(log.with_name("alpha.log.old"))

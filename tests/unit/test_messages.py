@@ -37,6 +37,8 @@ MESSAGES: tuple[m.Message, ...] = (
     m.Ping(3),
     m.Pong(3),
     m.ReopenLog(),
+    m.DumpStacks(),
+    m.StacksDumped(),
     m.LogLost("cannot open it"),
 )
 

@@ -94,11 +94,13 @@ def test_what_can_never_fit_weighs_more_than_what_is_not_there() -> None:
 
 def test_weights_larger_than_the_budget_can_never_fit() -> None:
     totals = {0: 80 * GIB, 1: 80 * GIB}
-    assert make_plan(H100, totals, {0: 72 * GIB}).fits
+    margin = 72 * GIB // 200
+    assert make_plan(H100, totals, {0: 72 * GIB - margin}).fits
+    assert not make_plan(H100, totals, {0: 72 * GIB - margin + 1}).fits
     plan = make_plan(H100, totals, {0: 73 * GIB, 1: 6 * GIB})
     assert isinstance(refusal(plan), NeverFitsError)
     (finding,) = plan.findings
-    assert finding.startswith("stage 0 (thinker): its weights take 73.00 GiB, its budget is 72.00 GiB")
+    assert finding.startswith("stage 0 (thinker): its weights take 73.00 GiB and its margin 368.64 MiB, its budget is")
     assert "73.00 GiB" in render_plan(plan)
 
 
