@@ -19,6 +19,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
+from traceback import format_exception_only
 from typing import Any, NoReturn
 
 MAX_BYTES = 1 << 18
@@ -89,8 +90,10 @@ def _import_all(engines: list[str], backend: str) -> None:
         try:
             import_module("stagelaunch.engines.base").import_engine(engine)
         except (Exception, SystemExit) as error:
+            # An error of a library may be unable to say what it is.
+            said = "".join(format_exception_only(error))
             with suppress(OSError):
-                os.write(2, f"cannot import {engine}: {type(error).__name__}: {error}\n".encode(errors="replace"))
+                os.write(2, f"cannot import {engine}: {said}".encode(errors="replace"))
     # A stage without torch need not wait for it.
     if "torch" in sys.modules:
         import_module("stagelaunch.worker.boot")
@@ -102,9 +105,7 @@ def _import_all(engines: list[str], backend: str) -> None:
         except OSError:
             os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
     # Or each stage would write it again.
-    for stream in (sys.stdout, sys.stderr):
-        with suppress(AttributeError, OSError, ValueError):
-            stream.flush()
+    import_module("stagelaunch.worker.output").flush_output()
     # What is there now stays for good. Collected in a stage, its pages would be copied for nothing.
     gc.collect()
     gc.freeze()

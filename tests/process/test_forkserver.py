@@ -312,6 +312,7 @@ def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], 
         "import sys; sys.stderr = None; sys.stdout.close()",
         "import os; [os.close(fd) for fd in range(3)]",
         "raise ImportError('said' + 300_000 * ' ')",
+        "raise type('Mute', (Exception,), {'__str__': lambda self: 1 / 0})",
     ],
 )
 def test_what_libraries_do_when_they_are_imported_is_no_trouble(

@@ -243,6 +243,32 @@ def test_a_log_that_became_a_fifo_blocks_neither_its_stage_nor_who_reads_it(tmp_
         assert follower.finish() == [b"still here"]
 
 
+def test_what_a_library_puts_in_place_of_its_output_and_an_error_without_words_are_no_trouble(tmp_path: Path) -> None:
+    log = tmp_path / "a.log"
+    body = """
+class WriteOnly:
+    write = lambda self, text: None
+class Mute(Exception):
+    __str__ = lambda self: 1 / 0
+sys.stdout, sys.stderr = None, WriteOnly()
+output.redirect()
+print("heard of")
+try: raise Mute
+except Mute as error: reporter.failed(error)
+sys.stdout, sys.stderr = WriteOnly(), None
+reporter.failed(Mute())
+import stagelaunch.worker.main
+stagelaunch.worker.main._leave(0)
+"""
+    with worker(log, body) as child:
+        for _ in range(2):
+            failed = child.next()
+            assert isinstance(failed, m.Failed)
+            assert failed.text == "Mute, and what it says cannot be had: it raises ZeroDivisionError"
+        assert child.process.wait(TIMEOUT_S) == 0
+    assert log.read_text().startswith("heard of\nTraceback")
+
+
 def test_a_state_that_is_a_fifo_is_no_state(tmp_path: Path) -> None:
     runtime = Runtime(tmp_path)
     os.mkfifo(runtime.state)
