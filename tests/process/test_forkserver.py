@@ -447,11 +447,18 @@ def test_libraries_that_start_threads_are_imported_by_each_stage(site: Site) -> 
 
 def test_libraries_that_end_whoever_imports_them_are_the_failure_of_their_stage(site: Site) -> None:
     site.stages[0]["engine"] = "odd_death:Engine"
+    site.top["logs"] = {"max_size": "1KiB", "keep": 1}
+    runtime = site.directory / "run" / "site"
+    runtime.mkdir(parents=True)
+    (runtime / "imports.log").write_text("what earlier boots have said\n" * 100)
+    # Blocks nobody either.
+    os.mkfifo(runtime / "stacks.log")
     ran = site.up("--quiet")
     assert ran.code == 1
     assert "ended with exit code 7; each imports its libraries itself" in ran.stderr
     first = site.state()["first_failure"]
     assert (first["stage"], first["phase"], first["exit_status"]) == ("alpha", "import", 7)
+    assert (runtime / "imports.log").stat().st_size < 1024 < (runtime / "imports.log.1").stat().st_size
     site.assert_nothing_left(ran)
 
 

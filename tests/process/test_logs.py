@@ -19,8 +19,10 @@ from pathlib import Path
 import pytest
 from deployments import ROOT, TIMEOUT_S, Site, light_stage
 
+from stagelaunch.cli.background import start_in_background
 from stagelaunch.core import messages as m
 from stagelaunch.core.config import Logs
+from stagelaunch.core.errors import ConfigError
 from stagelaunch.core.phases import Phase
 from stagelaunch.supervisor import logs as stage_logs
 from stagelaunch.supervisor.logs import StageLogs, follow_logs, put_aside
@@ -491,6 +493,15 @@ def test_the_log_of_a_detached_supervisor_says_where_each_start_begins(tmp_path:
     starts = [line for line in said if line.startswith("---- ")]
     assert len(starts) == 2
     assert all("supervisor pid" in line and line.endswith(f"config {site.config} ----") for line in starts)
+
+
+def test_a_log_of_a_detached_supervisor_that_is_no_file_is_refused_at_once(tmp_path: Path) -> None:
+    runtime = Runtime(tmp_path)
+    for make in (Path.mkdir, os.mkfifo):
+        make(runtime.supervisor_log)
+        with pytest.raises(ConfigError, match=r"supervisor\.log: cannot be written: "):
+            start_in_background(runtime, "any.yaml", None)
+        runtime.supervisor_log.rename(tmp_path / make.__name__)
 
 
 def test_output_to_a_log_is_opened_anew_by_its_name(tmp_path: Path) -> None:
