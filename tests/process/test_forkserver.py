@@ -401,6 +401,19 @@ def test_a_stage_that_died_with_its_forkserver_before_it_was_heard_of_is_over(tm
     play(scenario)
 
 
+def test_variables_that_are_too_long_to_be_told_leave_no_process(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with Nursery([stage_run(0, X="x" * 300_000)], tmp_path) as nursery:
+            before = os.listdir("/proc/self/fd")
+            with pytest.raises(OSError, match="the variables of its env are too long"):
+                nursery.start(0)
+            assert len(os.listdir("/proc/self/fd")) - len(before) == 2, "more than the ends of the stage's own channel"
+
+    children = Path("/proc/thread-self/children").read_text()
+    play(scenario)
+    assert Path("/proc/thread-self/children").read_text() == children
+
+
 def test_one_that_cannot_be_killed_is_not_waited_for_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(forkserver_process, "KILLED_S", 0.05)
     process = ForkserverProcess()
