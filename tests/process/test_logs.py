@@ -271,10 +271,14 @@ stagelaunch.worker.main._leave(0)
     assert log.read_text().startswith("heard of\nTraceback")
 
 
-def test_a_state_that_is_a_fifo_is_no_state(tmp_path: Path) -> None:
+def test_a_state_that_is_a_fifo_or_a_hole_is_no_state(tmp_path: Path) -> None:
     runtime = Runtime(tmp_path)
     os.mkfifo(runtime.state)
     assert (runtime.read_state(), runtime.live_pid()) == ({}, None)
+    runtime.state.unlink()
+    runtime.state.touch()
+    os.truncate(runtime.state, 1 << 40)
+    assert runtime.read_state() == {}
 
 
 # Rotation
