@@ -54,7 +54,7 @@ def _slice(
 ) -> dict[str, Any]:
     # Both ends rounded, not the length: what lies inside must not stick out.
     began = _microseconds(began_s)
-    times = {"ts": began, "dur": round(_microseconds(ended_s) - began, 3)}
+    times = {"ts": began, "dur": _microseconds(ended_s) - began}
     return {"ph": "X", "cat": category, "name": name, **_track(attempt), **times, "args": args}
 
 
@@ -77,5 +77,6 @@ def _process(device: int) -> int:
     return device + 1
 
 
-def _microseconds(time_s: float) -> float:
-    return round(time_s * 1e6, 3)
+def _microseconds(time_s: float) -> int:
+    # Whole ones: where a viewer cuts fractions off, a slice would end after the next one begins.
+    return round(time_s * 1e6)
