@@ -86,6 +86,7 @@ def _say_to(log: str) -> None:
 
 def _import_all(engines: list[str], backend: str) -> None:
     """What cannot be imported is only noted: the stage that needs it finds out again, and fails with it."""
+    own_pid = os.getpid()
     for engine in engines:
         try:
             import_module("stagelaunch.engines.base").import_engine(engine)
@@ -94,6 +95,9 @@ def _import_all(engines: list[str], backend: str) -> None:
             said = "".join(format_exception_only(error))
             with suppress(OSError):
                 os.write(2, f"cannot import {engine}: {said}".encode(errors="replace"))
+    if os.getpid() != own_pid:
+        # A child that a library has forked and let come back: a second one at the same socket would take requests away.
+        os._exit(0)
     # A stage without torch need not wait for it.
     if "torch" in sys.modules:
         import_module("stagelaunch.worker.boot")
