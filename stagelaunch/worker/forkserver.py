@@ -50,11 +50,13 @@ def main(fd: int) -> None:
     _tell(channel, kind="importing")
     # What the stages say for themselves counts.
     os.environ.update(job["environment"])
+    before = _of_process()
     _import_all(job["engines"], job["backend"])
     for name in added.keys() - job["environment"].keys():
         os.environ.pop(name, None)
     _close_driver()
-    reason = _unfit()
+    now = _of_process()
+    reason = _unfit([what for what in now if now[what] != before[what]] if len(job["engines"]) > 1 else [])
     _tell(channel, kind="imported", unfit=reason)
     if reason is not None:
         return
@@ -127,7 +129,14 @@ def _close_driver() -> None:
             break
 
 
-def _unfit() -> str | None:
+def _of_process() -> Mapping[str, object]:
+    """What every stage inherits and no engine can expect to have to itself."""
+    mask = os.umask(0)
+    os.umask(mask)
+    return {"the working directory": os.readlink("/proc/self/cwd"), "the umask": mask}
+
+
+def _unfit(changed: list[str]) -> str | None:
     files = []
     for number in os.listdir("/proc/self/fd"):
         try:
@@ -135,7 +144,7 @@ def _unfit() -> str | None:
         except OSError:
             continue
     reason: str | None = import_module("stagelaunch.core.preload").unfit(
-        len(os.listdir("/proc/self/task")), files, sys.modules
+        len(os.listdir("/proc/self/task")), files, sys.modules, changed
     )
     return reason
 

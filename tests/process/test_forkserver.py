@@ -335,6 +335,25 @@ def test_what_libraries_do_when_they_are_imported_is_no_trouble(
     assert (tmp_path / "imports.log").read_text().count("said") == text.count("said")
 
 
+def test_what_one_engine_changes_of_the_process_does_not_reach_the_others(
+    tmp_path: Path, library: Callable[[str], str]
+) -> None:
+    name = library("import os; os.chdir('/'); os.umask(0o27)")
+
+    async def scenario() -> None:
+        async with Nursery([stage_run(0, name), stage_run(1)], tmp_path) as nursery:
+            other = nursery.start(1)
+            told = await other.tells()
+            assert os.readlink(f"/proc/{told['pid']}/cwd") == os.getcwd()
+            assert "changes the working directory and the umask; each imports its" in nursery.said[-1]
+        # Alone it may.
+        async with Nursery([stage_run(0, name)], tmp_path) as nursery:
+            told = await nursery.start(0).tells()
+            assert os.readlink(f"/proc/{told['pid']}/cwd") == "/"
+
+    play(scenario)
+
+
 def test_the_end_of_what_imports_waits_for_nothing_that_a_library_began(
     tmp_path: Path, library: Callable[[str], str]
 ) -> None:
