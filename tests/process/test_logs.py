@@ -281,6 +281,20 @@ def test_a_state_that_is_a_fifo_or_a_hole_is_no_state(tmp_path: Path) -> None:
     assert runtime.read_state() == {}
 
 
+def test_drafts_of_the_dead_are_removed_and_those_of_the_living_are_not(tmp_path: Path) -> None:
+    runtime = Runtime(tmp_path)
+    runtime.weight_plan("a").parent.mkdir()
+    dead = subprocess.Popen(["true"])
+    dead.wait()
+    for pid in (dead.pid, os.getpid()):
+        for path in (runtime.timeline, runtime.weight_plan("a")):
+            path.with_name(f".{path.name}.{pid}").touch()
+    runtime.timeline.touch()
+    runtime.clear_drafts()
+    left = sorted(path.name for path in tmp_path.rglob("*") if path.is_file())
+    assert left == [f".a.json.{os.getpid()}", f".timeline.json.{os.getpid()}", "timeline.json"]
+
+
 # Rotation
 
 
