@@ -9,8 +9,9 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from stagelaunch.supervisor.runtime import Runtime
+from stagelaunch.supervisor.runtime import Runtime, writable
 from stagelaunch.system.process import die_with_parent
+from stagelaunch.system.regular import open_log
 
 
 def start_in_background(
@@ -25,7 +26,8 @@ def start_in_background(
     """The process, and the descriptor on which it tells what happens, one JSON object a line.
 
     In a session of its own, so that a Ctrl-C here does not reach it; what it says goes to the supervisor's log.
-    ``tied``: it stops in good order when the thread that called this ends, however it ends.
+    ``tied``: it stops in good order when the thread that called this ends, however it ends. ConfigError where that log
+    cannot be opened.
     """
     runtime.create()
     read_fd, write_fd = os.pipe()
@@ -40,7 +42,9 @@ def start_in_background(
         command += ["--runtime-dir", str(runtime_dir.absolute())]
     command += ["--", config]
     try:
-        with open(runtime.supervisor_log, "ab") as log:
+        with writable(runtime.directory):
+            log_file = os.fdopen(open_log(runtime.supervisor_log), "ab")
+        with log_file as log:
             process = subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,

@@ -19,6 +19,8 @@ COMPONENTS = ("thinker", "talker", "code2wav")
 _TIMEOUT_DEFAULTS = {"phase": "300s", "stage": "600s", "boot": "900s", "lock": "300s", "heartbeat": "30s"}
 _SHORTEST_HEARTBEAT_S = 1.0
 """Below it a busy machine is taken for a dead stage."""
+_SHOWN_SIZES = 5
+"""Of the graphs of a stage that are too large, those that are named; a list may have thousands."""
 _BACKOFF_DEFAULTS = {"backoff": "1s", "backoff_max": "60s"}
 _NESTED_TIMEOUTS = (("phase", "stage"), ("stage", "boot"), ("lock", "stage"))
 
@@ -169,11 +171,15 @@ def _graphs(raw: Mapping[Any, Any]) -> tuple[Conflict, ...]:
     seqs, graphs = _count(raw, "max_num_seqs"), raw.get("graphs")
     if seqs is None or not isinstance(graphs, list | tuple):
         return ()
-    return tuple(
+    found = [
         Conflict(("graphs", position), f"{size} is above max_num_seqs {seqs}: it would never be used; take it out")
         for position, size in enumerate(graphs)
         if isinstance(size, int) and size > seqs
-    )
+    ]
+    if (more := len(found) - _SHOWN_SIZES) <= 0:
+        return tuple(found)
+    rest = Conflict(("graphs",), f"has {more:,} more sizes above max_num_seqs {seqs}; take them out as well")
+    return (*found[:_SHOWN_SIZES], rest)
 
 
 def _component(raw: Mapping[Any, Any]) -> tuple[Conflict, ...]:

@@ -209,7 +209,9 @@ def floor(timeline: Timeline) -> Floor | None:
     chains = _chains(timeline)
     own = [Floor(sum(piece.took_s for piece in chain), stage=stage) for stage, chain in chains.items()]
     sections = {stage: _sections(chain, device) for (stage, chain), device in zip(chains.items(), _devices(timeline))}
-    return max([Floor(0.0), *own, *_by_device(sections)], key=lambda each: each.floor_s)
+    found = max([Floor(0.0), *own, *_by_device(sections)], key=lambda each: each.floor_s)
+    # Also where a stage did not keep to the locks, and what may not overlap did.
+    return replace(found, floor_s=min(found.floor_s, timeline.boot_s))
 
 
 def _chains(timeline: Timeline) -> dict[str, tuple[Piece, ...]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from stagelaunch.core.run_spec import StageRun
@@ -37,13 +37,21 @@ def preload_for(run: StageRun, runs: Iterable[StageRun]) -> Preload:
     return Preload(early, tuple(sorted({other.engine for other in alike})), run.backend)
 
 
-def unfit(threads: int, open_files: Iterable[str], modules: Mapping[str, object]) -> str | None:
-    """Why a process with these threads, open files and modules must not be forked; None when it may be."""
+def unfit(
+    threads: int, open_files: Iterable[str], modules: Mapping[str, object], changed: Sequence[str] = ()
+) -> str | None:
+    """Why a process with these threads, open files and modules must not be forked; None when it may be.
+
+    ``changed``: what imports have changed of the process itself, where they are those of several engines.
+    """
     if threads != 1:
         # A lock that another thread holds at the fork is never released in the child.
         return f"what they import starts threads ({threads - 1})"
     if any(file.startswith(DRIVER_NODES) for file in open_files) or _is_initialised(modules.get("torch")):
         return "what they import opens the driver"
+    if changed:
+        # One engine's library would change it for the stages of the others.
+        return f"what they import changes {' and '.join(changed)}"
     return None
 
 

@@ -135,16 +135,18 @@ def apply(attempt: Attempt, message: m.Message, zero_s: float) -> Attempt:
 def _apply(attempt: Attempt, message: m.Message, at_s: float) -> Attempt:
     last = attempt.phases[-1]
     match message:
-        case m.PhaseBegan(phase) if phase in BOOT_PHASES:
+        case m.PhaseBegan(phase) if phase in BOOT_PHASES and phase not in _begun(attempt):
             return _with_last(attempt, _closed(last, at_s), PhaseRecord(phase, at_s))
         case m.PhaseEnded():
             return _with_last(attempt, _closed(last, at_s))
-        case m.LockWaits(_, mode, holders) if not _is_waiting(last):
-            return _with_last(attempt, replace(last, holds=(*last.holds, Hold(mode, at_s, holders=holders))))
-        case m.LockTaken(_, mode):
+        case m.LockWaits(_, mode, holders) if last.ended_s is None and not _is_waiting(last):
+            before = _let_go(last, at_s).holds
+            return _with_last(attempt, replace(last, holds=(*before, Hold(mode, at_s, holders=holders))))
+        case m.LockTaken(_, mode) if last.ended_s is None:
             waiting = last.holds[-1] if _is_waiting(last) else None
+            before = _let_go(last, at_s).holds if waiting is None else last.holds[:-1]
             taken = Hold(mode, at_s, at_s) if waiting is None else replace(waiting, taken_s=at_s)
-            return _with_last(attempt, replace(last, holds=(*last.holds[: len(last.holds) - bool(waiting)], taken)))
+            return _with_last(attempt, replace(last, holds=(*before, taken)))
         case m.LockReleased():
             return _with_last(attempt, _let_go(last, at_s))
         case m.Progress(_, done, _, "bytes") if 0 <= done < _SIZE_MAX:
@@ -177,6 +179,10 @@ def _times(attempt: Attempt) -> list[float]:
         found.append(record.ended_s)
     found += [attempt.ready_s, attempt.failed_s, attempt.ended_s]
     return [time_s for time_s in found if time_s is not None]
+
+
+def _begun(attempt: Attempt) -> tuple[Phase, ...]:
+    return tuple(record.phase for record in attempt.phases)
 
 
 def _with_last(attempt: Attempt, *records: PhaseRecord) -> Attempt:
@@ -262,7 +268,7 @@ def from_json(body: Any) -> Timeline:
 
 
 def _timeline(body: Mapping[str, Any]) -> Timeline:
-    return Timeline(
+    found = Timeline(
         deployment=_text(body["deployment"]),
         started_at=_number(body["started_at"]),
         order=_text(body["order"]),
@@ -273,6 +279,10 @@ def _timeline(body: Mapping[str, Any]) -> Timeline:
         boot_s=_optional(body["boot_s"]),
         failure=_text(body["failure"]),
     )
+    last_s = max((attempt.ready_s or 0.0 for attempt in found.of_the_boot), default=0.0)
+    if found.boot_s is not None and found.boot_s != last_s:
+        raise ValueError(f"the boot ended after {found.boot_s:g}s, its last stage was ready after {last_s:g}s")
+    return found
 
 
 def _attempt(body: Mapping[str, Any]) -> Attempt:
@@ -289,9 +299,22 @@ def _attempt(body: Mapping[str, Any]) -> Attempt:
         how=_text(body["how"]),
     )
     times = _times(found)
-    if not found.phases or times != sorted(times):
-        raise ValueError(f"the times of stage {found.stage} are in no order")
+    names = _begun(found)
+    if not names or len(names) > len(set(names)) or found.phases[0].began_s > found.spawned_s or times != sorted(times):
+        raise ValueError(f"the phases of stage {found.stage} are in no order")
+    if not all(_follow_each_other(record) for record in found.phases) or None in (r.ended_s for r in found.phases[:-1]):
+        raise ValueError(f"stage {found.stage} does two things at once")
     return found
+
+
+def _follow_each_other(record: PhaseRecord) -> bool:
+    """Whether each lock was let go of before the next one was asked for, and before the phase was over."""
+    if any(None in (hold.taken_s, hold.released_s) for hold in record.holds[:-1]):
+        return False
+    return all(
+        hold.released_s is None if hold.taken_s is None else hold.released_s is not None or record.ended_s is None
+        for hold in record.holds[-1:]
+    )
 
 
 def _phase(body: Mapping[str, Any]) -> PhaseRecord:

@@ -25,7 +25,8 @@ def to_trace(timeline: Timeline) -> dict[str, Any]:
 
 def _names(timeline: Timeline) -> Iterator[dict[str, Any]]:
     for device in sorted({attempt.device for attempt in timeline.attempts}):
-        yield {"ph": "M", "name": "process_name", "pid": device, "tid": 0, "args": {"name": f"device {device}"}}
+        name = {"name": f"device {device}"}
+        yield {"ph": "M", "name": "process_name", "pid": _process(device), "tid": _process(device), "args": name}
     for attempt in {attempt.stage_id: attempt for attempt in timeline.attempts}.values():
         yield {"ph": "M", "name": "thread_name", **_track(attempt), "args": {"name": attempt.stage}}
 
@@ -53,7 +54,7 @@ def _slice(
 ) -> dict[str, Any]:
     # Both ends rounded, not the length: what lies inside must not stick out.
     began = _microseconds(began_s)
-    times = {"ts": began, "dur": round(_microseconds(ended_s) - began, 3)}
+    times = {"ts": began, "dur": _microseconds(ended_s) - began}
     return {"ph": "X", "cat": category, "name": name, **_track(attempt), **times, "args": args}
 
 
@@ -68,8 +69,14 @@ def _arrows(timeline: Timeline) -> Iterator[dict[str, Any]]:
 
 
 def _track(attempt: Attempt) -> dict[str, Any]:
-    return {"pid": attempt.device, "tid": attempt.stage_id}
+    return {"pid": _process(attempt.device), "tid": attempt.stage_id + 1}
 
 
-def _microseconds(time_s: float) -> float:
-    return round(time_s * 1e6, 3)
+def _process(device: int) -> int:
+    # Perfetto takes 0 for the kernel's idle process, and shows its threads as those of others.
+    return device + 1
+
+
+def _microseconds(time_s: float) -> int:
+    # Whole ones: where a viewer cuts fractions off, a slice would end after the next one begins.
+    return round(time_s * 1e6)

@@ -6,6 +6,7 @@ Used by ``forkserver`` and, for that one, by ``cli.up``.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import socket
@@ -44,8 +45,22 @@ class ForkserverProcess:
         self.send({"parent_pid": os.getpid(), "sys_path": sys.path})
 
     def begin(self, environment: Mapping[str, str], engines: Sequence[str], backend: str, log: Path) -> None:
-        """Have it import these engines under these variables; what that says goes to the log."""
-        self.send({"environment": dict(environment), "engines": list(engines), "backend": backend, "log": str(log)})
+        """Have it import these engines under these variables; what that says goes to the log.
+
+        OSError where that cannot be said: it is of no use then, and ended.
+        """
+        job = {"environment": dict(environment), "engines": list(engines), "backend": backend, "log": str(log)}
+        try:
+            if self.send(job):
+                return
+            said = OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+        except OSError as error:
+            said = error
+        self.kill()
+        self.wait()
+        if said.errno == errno.EMSGSIZE:
+            raise OSError(said.errno, "the variables of its env are too long for one message; shorten them") from said
+        raise said
 
     def send(self, message: Mapping[str, Any], fd: int | None = None) -> bool:
         """Tell it something; False where it has not room for that now. Its death is noticed elsewhere."""

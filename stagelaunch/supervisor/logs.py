@@ -137,6 +137,12 @@ class StageLogs:
             self._say(text)
 
 
+def put_aside_large(path: Path, limits: Logs) -> None:
+    """``put_aside`` for a log that nobody writes to now, if it has grown too large."""
+    if size(path) > limits.max_size_bytes:
+        put_aside(path, limits.keep)
+
+
 def put_aside(path: Path, keep: int) -> None:
     """Make room at ``path``; its file goes on as PATH.1, and whoever writes to it writes there. OSError as it comes."""
     numbers = [0]

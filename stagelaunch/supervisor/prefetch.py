@@ -93,8 +93,8 @@ class Prefetch:
                     opened = _opened(shard)
                 if opened is None:
                     continue
-                # What cannot be read is for the reader to say.
-                with suppress(OSError):
+                # What cannot be read, or what there is no memory for, is for the reader to say.
+                with suppress(OSError, MemoryError):
                     if not self._fetch(opened[1], begin, end):
                         return
         finally:
@@ -139,13 +139,20 @@ def _opened(shard: Path) -> tuple[Path, int] | None:
         fd = os.open(shard, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError:
         return None
-    if not stat.S_ISREG(os.fstat(fd).st_mode):
+    if not _is_regular(fd):
         os.close(fd)
         return None
     with suppress(OSError):
         # What is beyond a range is another stage's: no reading ahead of what was asked for.
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)
     return shard, fd
+
+
+def _is_regular(fd: int) -> bool:
+    # On a network a file may be gone as soon as it is open.
+    with suppress(OSError):
+        return stat.S_ISREG(os.fstat(fd).st_mode)
+    return False
 
 
 def _window_bytes(fd: int) -> int:

@@ -63,6 +63,7 @@ async def run_deployment(
             with contextlib.suppress(LockDirectoryError):
                 refuse_if_claimed(loaded.lock_dir, loaded.deployment.name, runtime)
             listener.on_owned()
+            runtime.clear_drafts()
             await clear_leftovers(runtime, listener.say)
             return await _Rounds(loaded, machine, runtime, lock, listener, options, service).run()
     finally:

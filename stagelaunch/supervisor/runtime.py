@@ -22,7 +22,7 @@ import os
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -153,6 +153,14 @@ class Runtime:
         if os.geteuid() not in (0, owner):
             text = f"cannot use the runtime directory: it is of another user (uid {owner}); set runtime_dir to your own"
             raise ConfigError((Fault(str(self.directory), None, None, text),))
+
+    def clear_drafts(self) -> None:
+        """Remove what processes that were killed while they wrote a file have left. For the deployment's owner."""
+        for draft in [*self.directory.glob(".*.json.*"), *self.directory.glob("weights/.*.json.*")]:
+            pid = draft.name.rpartition(".")[2]
+            if pid.isdecimal() and read_process(int(pid)) is None:
+                with suppress(OSError):
+                    draft.unlink()
 
     @property
     def identity(self) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import faulthandler
+import os
 import signal
 import time
 from collections.abc import Callable, Coroutine
@@ -39,7 +40,7 @@ from stagelaunch.supervisor.control_service import ControlService
 from stagelaunch.supervisor.control_socket import Handlers
 from stagelaunch.supervisor.endings import ending, note_failure
 from stagelaunch.supervisor.events import EventLog
-from stagelaunch.supervisor.logs import StageLogs
+from stagelaunch.supervisor.logs import StageLogs, put_aside_large
 from stagelaunch.supervisor.own_run import sweep_strays
 from stagelaunch.supervisor.prefetch import Prefetch
 from stagelaunch.supervisor.reload import reload_file
@@ -115,6 +116,9 @@ class Session:
             self._say, self._on_ready, self._on_failure, self._on_stopping, events.add, self._readmit, self._timeline,
             lambda stage_id: self._logs.begin(stage_id),
         )  # fmt: skip
+        # Or it would grow with every boot. One that cannot be put aside is written on.
+        with contextlib.suppress(OSError):
+            put_aside_large(runtime.imports_log, self._deployment.logs)
         self._supervisor = Supervisor(admitted.runs, policy, timeouts, runtime, hooks, preload=self._deployment.preload)
         paths = {run.stage_id: (run.name, run.log_path) for run in admitted.runs}
         self._logs = StageLogs(paths, self._deployment.logs, self._supervisor.tell, listener.say, listener.show)
@@ -388,7 +392,8 @@ def dump_threads_on_quit(path: Path, then: Callable[[], None] = lambda: None) ->
     faulthandler.unregister(signal.SIGQUIT)
     asyncio.get_running_loop().add_signal_handler(signal.SIGQUIT, dump)
     with contextlib.suppress(OSError):
-        new = path.open("w")
+        # A FIFO there would wait for a reader.
+        new = os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NONBLOCK, 0o644), "w")
         while _stacks:
             _stacks.pop().close()
         _stacks.append(new)

@@ -11,6 +11,9 @@ import stat
 from pathlib import Path
 from typing import BinaryIO
 
+HUGE_BYTES = 1 << 30
+"""What is beyond that was not written by us, and may have been made large without a byte on the disk."""
+
 
 def open_regular(path: Path) -> BinaryIO:
     """The file, to be read, unbuffered; OSError also where it is no regular file."""
@@ -23,8 +26,11 @@ def open_regular(path: Path) -> BinaryIO:
 
 
 def read_regular(path: Path) -> bytes:
-    """All of the file; OSError also where it is no regular file."""
+    """All of the file; OSError also where it is no regular file, or far larger than any of ours."""
     with open_regular(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        if size > HUGE_BYTES:
+            raise OSError(errno.EFBIG, f"it has {size:,} bytes", str(path))
         return file.read()
 
 

@@ -61,13 +61,21 @@ def opened(
         for shard in shards:
             fds[shard] = _open(shard, direct=direct)
             stack.callback(os.close, fds[shard])
-            status = os.fstat(fds[shard])
+            status = _status(fds[shard], shard)
             if not stat.S_ISREG(status.st_mode):
                 raise fault(shard, "is not a regular file; it was one when the boot began")
             _refuse_change(shard, status, known.setdefault(shard, FileStamp.of(status)))
         yield fds
         for shard, fd in fds.items():
-            _refuse_change(shard, os.fstat(fd), known[shard])
+            _refuse_change(shard, _status(fd, shard), known[shard])
+
+
+def _status(fd: int, shard: Path) -> os.stat_result:
+    try:
+        return os.fstat(fd)
+    except OSError as error:
+        # On a network a file may be gone while it is open.
+        raise fault(shard, f"cannot be looked at: {error.strerror}; it was there when the boot began") from error
 
 
 def _refuse_change(shard: Path, now: os.stat_result, then: FileStamp) -> None:

@@ -167,10 +167,14 @@ def _open_regular(path: Path, faults: FaultList) -> int | None:
         reason = error.strerror if isinstance(error, OSError) else "not a file name"
         faults.add("unreadable files", path, None, f"cannot be opened: {reason}; check the path and its permissions")
         return None
-    if stat.S_ISREG(os.fstat(fd).st_mode):
-        return fd
+    text = "is not a regular file; download the checkpoint again"
+    try:
+        if stat.S_ISREG(os.fstat(fd).st_mode):
+            return fd
+    except OSError as error:
+        text = f"cannot be looked at: {error.strerror}; check the disk"
     os.close(fd)
-    faults.add("unreadable files", path, None, "is not a regular file; download the checkpoint again")
+    faults.add("unreadable files", path, None, text)
     return None
 
 

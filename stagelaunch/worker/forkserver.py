@@ -19,6 +19,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
+from traceback import format_exception_only
 from typing import Any, NoReturn
 
 MAX_BYTES = 1 << 18
@@ -49,11 +50,13 @@ def main(fd: int) -> None:
     _tell(channel, kind="importing")
     # What the stages say for themselves counts.
     os.environ.update(job["environment"])
+    before = _of_process()
     _import_all(job["engines"], job["backend"])
     for name in added.keys() - job["environment"].keys():
         os.environ.pop(name, None)
     _close_driver()
-    reason = _unfit()
+    now = _of_process()
+    reason = _unfit([what for what in now if now[what] != before[what]] if len(job["engines"]) > 1 else [])
     _tell(channel, kind="imported", unfit=reason)
     if reason is not None:
         return
@@ -85,12 +88,18 @@ def _say_to(log: str) -> None:
 
 def _import_all(engines: list[str], backend: str) -> None:
     """What cannot be imported is only noted: the stage that needs it finds out again, and fails with it."""
+    own_pid = os.getpid()
     for engine in engines:
         try:
             import_module("stagelaunch.engines.base").import_engine(engine)
         except (Exception, SystemExit) as error:
+            # An error of a library may be unable to say what it is.
+            said = "".join(format_exception_only(error))
             with suppress(OSError):
-                os.write(2, f"cannot import {engine}: {type(error).__name__}: {error}\n".encode(errors="replace"))
+                os.write(2, f"cannot import {engine}: {said}".encode(errors="replace"))
+    if os.getpid() != own_pid:
+        # A child that a library has forked and let come back: a second one at the same socket would take requests away.
+        os._exit(0)
     # A stage without torch need not wait for it.
     if "torch" in sys.modules:
         import_module("stagelaunch.worker.boot")
@@ -102,9 +111,7 @@ def _import_all(engines: list[str], backend: str) -> None:
         except OSError:
             os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
     # Or each stage would write it again.
-    for stream in (sys.stdout, sys.stderr):
-        with suppress(AttributeError, OSError, ValueError):
-            stream.flush()
+    import_module("stagelaunch.worker.output").flush_output()
     # What is there now stays for good. Collected in a stage, its pages would be copied for nothing.
     gc.collect()
     gc.freeze()
@@ -122,7 +129,14 @@ def _close_driver() -> None:
             break
 
 
-def _unfit() -> str | None:
+def _of_process() -> Mapping[str, object]:
+    """What every stage inherits and no engine can expect to have to itself."""
+    mask = os.umask(0)
+    os.umask(mask)
+    return {"the working directory": os.readlink("/proc/self/cwd"), "the umask": mask}
+
+
+def _unfit(changed: list[str]) -> str | None:
     files = []
     for number in os.listdir("/proc/self/fd"):
         try:
@@ -130,7 +144,7 @@ def _unfit() -> str | None:
         except OSError:
             continue
     reason: str | None = import_module("stagelaunch.core.preload").unfit(
-        len(os.listdir("/proc/self/task")), files, sys.modules
+        len(os.listdir("/proc/self/task")), files, sys.modules, changed
     )
     return reason
 

@@ -10,7 +10,6 @@ import gc
 import os
 import signal
 import socket
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,7 +19,7 @@ from stagelaunch.core.run_spec import StageRun, run_from_json
 from stagelaunch.system.regular import read_regular
 from stagelaunch.system.tree import STAGE_VARIABLE
 from stagelaunch.worker.control import Control
-from stagelaunch.worker.output import Output
+from stagelaunch.worker.output import Output, flush_output
 from stagelaunch.worker.reporter import Reporter
 
 if TYPE_CHECKING:
@@ -102,9 +101,5 @@ def _probe(engine: Engine, request_id: int) -> m.Probed:
 
 
 def _leave(code: int) -> None:
-    for stream in (sys.stdout, sys.stderr):
-        try:
-            stream.flush()
-        except (OSError, ValueError):
-            continue
+    flush_output()
     os._exit(code)

@@ -68,10 +68,16 @@ class Output:
             say(f"cannot open its log {self._path}: {error.strerror}; {instead}")
 
 
-def _put_over_output(fd: int) -> None:
+def flush_output() -> None:
+    """What was printed and not written yet is written."""
     for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError, ValueError):
+        # A library may have put anything in their place: None, or what can be written to and no more.
+        with suppress(Exception):
             stream.flush()
+
+
+def _put_over_output(fd: int) -> None:
+    flush_output()
     os.dup2(fd, 1)
     os.dup2(fd, 2)
     os.close(fd)

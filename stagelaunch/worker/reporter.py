@@ -89,16 +89,25 @@ class Reporter:
     def failed(self, error: BaseException) -> None:
         """The stage gives up because of ``error``."""
         code = error.exit_code if isinstance(error, StagelaunchError) else ExitCode.STAGE_FAILED
-        text = str(error) or type(error).__name__
+        text = _text(error)
         # An error of ours says what to do; where in our code it was raised helps nobody.
         trace = "" if isinstance(error, StagelaunchError) else "".join(traceback.format_exception(error))
-        # The whole of it goes to the stage's log; what is sent must fit a line that the supervisor takes.
-        with suppress(OSError, ValueError):
+        # The whole of it goes to the stage's log, whatever a library has put in its place; what is sent must fit a line
+        # that the supervisor takes.
+        with suppress(Exception):
             print(trace or text, file=sys.stderr, flush=True)
         text, trace = _shortened(text, MAX_TEXT_CHARS), _shortened(trace, MAX_TRACEBACK_CHARS)
         retry = isinstance(error, StageError) and error.retry
         over = error.overshoot_bytes if isinstance(error, BudgetOvershootError) else 0
         self.send(m.Failed(self.current, type(error).__name__, text, trace, int(code), self.now(), retry, over))
+
+
+def _text(error: BaseException) -> str:
+    """What it says: it is of a library, and may not even be able to."""
+    try:
+        return str(error) or type(error).__name__
+    except Exception as broken:
+        return f"{type(error).__name__}, and what it says cannot be had: it raises {type(broken).__name__}"
 
 
 def _shortened(text: str, limit: int) -> str:

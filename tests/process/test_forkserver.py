@@ -312,6 +312,8 @@ def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], 
         "import sys; sys.stderr = None; sys.stdout.close()",
         "import os; [os.close(fd) for fd in range(3)]",
         "raise ImportError('said' + 300_000 * ' ')",
+        "import os; child = os.fork(); child and os.waitpid(child, 0)",
+        "raise type('Mute', (Exception,), {'__str__': lambda self: 1 / 0})",
     ],
 )
 def test_what_libraries_do_when_they_are_imported_is_no_trouble(
@@ -324,13 +326,32 @@ def test_what_libraries_do_when_they_are_imported_is_no_trouble(
             child.channel.send(b"exit 3")
             assert await child.ended == 3
             again = await nursery.start(0).tells()
-            assert again["parent"] == told["parent"]
+            assert again["parent"] == told["parent"] == nursery.forkservers._all[0]._process.pid
             assert (told["timeout"], told["channel"] > 2) == (None, True)
             assert told["on_child"] == (signal.SIG_IGN if "SIGCHLD" in text else signal.SIG_DFL)
             assert nursery.said == ["importing the libraries of stage0; then they are started"]
 
     play(scenario)
     assert (tmp_path / "imports.log").read_text().count("said") == text.count("said")
+
+
+def test_what_one_engine_changes_of_the_process_does_not_reach_the_others(
+    tmp_path: Path, library: Callable[[str], str]
+) -> None:
+    name = library("import os; os.chdir('/'); os.umask(0o27)")
+
+    async def scenario() -> None:
+        async with Nursery([stage_run(0, name), stage_run(1)], tmp_path) as nursery:
+            other = nursery.start(1)
+            told = await other.tells()
+            assert os.readlink(f"/proc/{told['pid']}/cwd") == os.getcwd()
+            assert "changes the working directory and the umask; each imports its" in nursery.said[-1]
+        # Alone it may.
+        async with Nursery([stage_run(0, name)], tmp_path) as nursery:
+            told = await nursery.start(0).tells()
+            assert os.readlink(f"/proc/{told['pid']}/cwd") == "/"
+
+    play(scenario)
 
 
 def test_the_end_of_what_imports_waits_for_nothing_that_a_library_began(
@@ -400,6 +421,19 @@ def test_a_stage_that_died_with_its_forkserver_before_it_was_heard_of_is_over(tm
     play(scenario)
 
 
+def test_variables_that_are_too_long_to_be_told_leave_no_process(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with Nursery([stage_run(0, X="x" * 300_000)], tmp_path) as nursery:
+            before = os.listdir("/proc/self/fd")
+            with pytest.raises(OSError, match="the variables of its env are too long"):
+                nursery.start(0)
+            assert len(os.listdir("/proc/self/fd")) - len(before) == 2, "more than the ends of the stage's own channel"
+
+    children = Path("/proc/thread-self/children").read_text()
+    play(scenario)
+    assert Path("/proc/thread-self/children").read_text() == children
+
+
 def test_one_that_cannot_be_killed_is_not_waited_for_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(forkserver_process, "KILLED_S", 0.05)
     process = ForkserverProcess()
@@ -446,11 +480,18 @@ def test_libraries_that_start_threads_are_imported_by_each_stage(site: Site) -> 
 
 def test_libraries_that_end_whoever_imports_them_are_the_failure_of_their_stage(site: Site) -> None:
     site.stages[0]["engine"] = "odd_death:Engine"
+    site.top["logs"] = {"max_size": "1KiB", "keep": 1}
+    runtime = site.directory / "run" / "site"
+    runtime.mkdir(parents=True)
+    (runtime / "imports.log").write_text("what earlier boots have said\n" * 100)
+    # Blocks nobody either.
+    os.mkfifo(runtime / "stacks.log")
     ran = site.up("--quiet")
     assert ran.code == 1
     assert "ended with exit code 7; each imports its libraries itself" in ran.stderr
     first = site.state()["first_failure"]
     assert (first["stage"], first["phase"], first["exit_status"]) == ("alpha", "import", 7)
+    assert (runtime / "imports.log").stat().st_size < 1024 < (runtime / "imports.log.1").stat().st_size
     site.assert_nothing_left(ran)
 
 

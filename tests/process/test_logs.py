@@ -20,9 +20,11 @@ from pathlib import Path
 import pytest
 from deployments import ROOT, TIMEOUT_S, Site, light_stage
 
+from stagelaunch.cli.background import start_in_background
 from stagelaunch.cli.foreground import Voice
 from stagelaunch.core import messages as m
 from stagelaunch.core.config import Logs
+from stagelaunch.core.errors import ConfigError
 from stagelaunch.core.phases import Phase
 from stagelaunch.supervisor import logs as stage_logs
 from stagelaunch.supervisor.logs import StageLogs, follow_logs, put_aside
@@ -244,10 +246,54 @@ def test_a_log_that_became_a_fifo_blocks_neither_its_stage_nor_who_reads_it(tmp_
         assert follower.finish() == [b"still here"]
 
 
-def test_a_state_that_is_a_fifo_is_no_state(tmp_path: Path) -> None:
+def test_what_a_library_puts_in_place_of_its_output_and_an_error_without_words_are_no_trouble(tmp_path: Path) -> None:
+    log = tmp_path / "a.log"
+    body = """
+class WriteOnly:
+    write = lambda self, text: None
+class Mute(Exception):
+    __str__ = lambda self: 1 / 0
+sys.stdout, sys.stderr = None, WriteOnly()
+output.redirect()
+print("heard of")
+try: raise Mute
+except Mute as error: reporter.failed(error)
+sys.stdout, sys.stderr = WriteOnly(), None
+reporter.failed(Mute())
+import stagelaunch.worker.main
+stagelaunch.worker.main._leave(0)
+"""
+    with worker(log, body) as child:
+        for _ in range(2):
+            failed = child.next()
+            assert isinstance(failed, m.Failed)
+            assert failed.text == "Mute, and what it says cannot be had: it raises ZeroDivisionError"
+        assert child.process.wait(TIMEOUT_S) == 0
+    assert log.read_text().startswith("heard of\nTraceback")
+
+
+def test_a_state_that_is_a_fifo_or_a_hole_is_no_state(tmp_path: Path) -> None:
     runtime = Runtime(tmp_path)
     os.mkfifo(runtime.state)
     assert (runtime.read_state(), runtime.live_pid()) == ({}, None)
+    runtime.state.unlink()
+    runtime.state.touch()
+    os.truncate(runtime.state, 1 << 40)
+    assert runtime.read_state() == {}
+
+
+def test_drafts_of_the_dead_are_removed_and_those_of_the_living_are_not(tmp_path: Path) -> None:
+    runtime = Runtime(tmp_path)
+    runtime.weight_plan("a").parent.mkdir()
+    dead = subprocess.Popen(["true"])
+    dead.wait()
+    for pid in (dead.pid, os.getpid()):
+        for path in (runtime.timeline, runtime.weight_plan("a")):
+            path.with_name(f".{path.name}.{pid}").touch()
+    runtime.timeline.touch()
+    runtime.clear_drafts()
+    left = sorted(path.name for path in tmp_path.rglob("*") if path.is_file())
+    assert left == [f".a.json.{os.getpid()}", f".timeline.json.{os.getpid()}", "timeline.json"]
 
 
 # Rotation
@@ -503,6 +549,15 @@ def test_lines_in_a_log_have_the_time_of_day_and_those_of_a_terminal_have_not(
     logged, shown = capfd.readouterr().err.splitlines()
     assert re.fullmatch(r"\d{4}-\d\d-\d\dT[0-9:]{8}[+-]\d{4} \[ *0\.00s\] alpha: started", logged)
     assert re.fullmatch(r"\[ *0\.00s\] alpha: started", shown)
+
+
+def test_a_log_of_a_detached_supervisor_that_is_no_file_is_refused_at_once(tmp_path: Path) -> None:
+    runtime = Runtime(tmp_path)
+    for make in (Path.mkdir, os.mkfifo):
+        make(runtime.supervisor_log)
+        with pytest.raises(ConfigError, match=r"supervisor\.log: cannot be written: "):
+            start_in_background(runtime, "any.yaml", None)
+        runtime.supervisor_log.rename(tmp_path / make.__name__)
 
 
 def test_output_to_a_log_is_opened_anew_by_its_name(tmp_path: Path) -> None:

@@ -340,6 +340,21 @@ def test_files_that_may_not_be_read(checkpoint: Path, name: str, monkeypatch: py
     assert f"{name}: cannot be opened: Permission denied" in lines[0]
 
 
+def test_a_file_that_is_gone_as_soon_as_it_is_open_is_a_fault(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def failing(fd: int) -> os.stat_result:
+        raise OSError(116, "Stale file handle")
+
+    before = os.listdir("/proc/self/fd")
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fstat", failing)
+        lines = faults_of(checkpoint)
+    assert len(lines) == 2
+    assert f"{CONFIG_NAME}: cannot be looked at: Stale file handle; check the disk" in lines[0]
+    assert os.listdir("/proc/self/fd") == before
+
+
 def test_a_read_that_fails_is_a_fault(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def failing(fd: int, length: int, offset: int) -> bytes:
         raise OSError(5, "Input/output error")

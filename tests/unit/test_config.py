@@ -365,6 +365,15 @@ def test_every_fault_of_a_file_comes_at_once(tmp_path: Path) -> None:
     ]
 
 
+def test_of_thousands_of_graphs_that_are_too_large_a_few_are_named(tmp_path: Path) -> None:
+    path = tmp_path / "deployment.yaml"
+    path.write_text(GOOD.replace("graphs: off", f"graphs: {list(range(1, 10_001))}"))
+    with pytest.raises(ConfigError) as caught:
+        load_deployment(path)
+    assert [fault.key for fault in caught.value.faults][-2:] == ["stages[1].graphs[8]", "stages[1].graphs"]
+    assert "has 9,991 more sizes above max_num_seqs 4; take them out as well" in caught.value.faults[-1].text
+
+
 def test_no_simulated_section_for_the_simulated_backend(tmp_path: Path) -> None:
     section = "simulated:\n  devices: {0: 1GiB, 1: 1GiB}\n  context: 64MiB\n  transfer_rate: 2GiB/s\n"
     ((line, key, text),) = faults(tmp_path, GOOD.replace(section, ""))

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import threading
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from hypothesis import given
@@ -140,6 +142,25 @@ def test_what_is_no_file_blocks_nobody_and_leaves_nothing(tmp_path: Path, monkey
     failing = Prefetch([(path, 0, STEP_BYTES)], lambda: GIB)
     failing.start()
     assert failing.join(WAIT_S)
+    assert os.listdir("/proc/self/fd") == before
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_file_that_is_gone_as_soon_as_it_is_open_and_no_memory_are_silence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = cold_file(tmp_path / "s", STEP_BYTES)
+    before = os.listdir("/proc/self/fd")
+    failing = Mock(side_effect=OSError(errno.ESTALE, "Stale file handle"))
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fstat", failing)
+        gone = Prefetch([(path, 0, STEP_BYTES)], lambda: GIB)
+        gone.start()
+        assert gone.join(WAIT_S)
+    assert failing.called
+    no_room = Prefetch([(path, 0, STEP_BYTES)], Mock(side_effect=MemoryError))
+    no_room.start()
+    assert no_room.join(WAIT_S)
     assert os.listdir("/proc/self/fd") == before
 
 

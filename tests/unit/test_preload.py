@@ -35,3 +35,7 @@ def torch(is_initialised: bool):
 )
 def test_a_process_whose_copy_would_hang_is_not_forked(threads, files, modules, reason):
     assert unfit(threads, files, modules) == reason
+
+
+def test_what_one_engine_changes_of_the_process_is_not_for_the_others():
+    assert unfit(1, [], {}, ["the umask", "it all"]) == "what they import changes the umask and it all"

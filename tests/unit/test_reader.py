@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from stagelaunch.core.errors import CheckpointError
+from stagelaunch.core.reading import Backend, Reading
 from stagelaunch.devices.upload import HostUploader, Uploader
 from stagelaunch.weights import reader
 from stagelaunch.weights.index import read_index
@@ -247,6 +248,28 @@ def test_a_disk_that_fails(two_shards: tuple[WeightPlan, dict[str, bytes]], monk
     before = os.listdir("/proc/self/fd")
     with pytest.raises(CheckpointError, match="one: cannot be read at byte 700: Input/output error"):
         fill(two_shards[0], empty(two_shards[0]), None, quiet)
+    assert os.listdir("/proc/self/fd") == before
+
+
+def test_a_file_that_is_gone_while_it_is_open(
+    two_shards: tuple[WeightPlan, dict[str, bytes]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fstat, asked, last = os.fstat, list[int](), 0
+    before = os.listdir("/proc/self/fd")
+
+    def failing(fd: int) -> os.stat_result:
+        asked.append(fd)
+        if len(asked) == last:
+            raise OSError(116, "Stale file handle")
+        return fstat(fd)
+
+    monkeypatch.setattr(os, "fstat", failing)
+    # Looked at when it is opened, and again when everything is read.
+    for nth, name in ((1, "one"), (4, "two")):
+        asked.clear()
+        last = nth
+        with pytest.raises(CheckpointError, match=f"{name}: cannot be looked at: Stale file handle"):
+            fill(two_shards[0], empty(two_shards[0]), HostUploader(), quiet, Reading(Backend.BUFFERED))
     assert os.listdir("/proc/self/fd") == before
 
 
