@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import click
@@ -21,8 +22,6 @@ from stagelaunch.core.plan import Plan, make_plan, make_plan_now, refusal
 from stagelaunch.core.plan_json import plan_to_json
 from stagelaunch.core.plan_text import render_plan
 from stagelaunch.core.units import parse_size
-
-_SHOWN_FAULTS = 3
 
 
 @click.command()
@@ -45,10 +44,11 @@ def plan(config: Path, as_json: bool, device_totals: tuple[str, ...], explain: b
     Without --device-total the devices of this machine are asked, also for what is free and claimed now.
     """
     loaded = load_deployment(config)
-    made = _planned(loaded, device_totals, _forecasts(loaded, explain))
+    made, damage = _planned(loaded, device_totals, _forecasts(loaded, explain))
+    made = replace(made, damaged=() if damage is None else tuple(map(str, damage.faults)))
     text = render_plan(made, render_explanation(made) if explain else None)
     click.echo(json.dumps(plan_to_json(made), indent=2) if as_json else text)
-    if (error := refusal(made)) is not None:
+    if (error := damage or refusal(made)) is not None:
         raise error
 
 
@@ -64,15 +64,20 @@ def _forecasts(loaded: LoadedDeployment, explain: bool) -> Forecasts:
     return forecasts_of(needs, machine)
 
 
-def _planned(loaded: LoadedDeployment, device_totals: Sequence[str], forecasts: Forecasts) -> Plan:
+def _planned(
+    loaded: LoadedDeployment, device_totals: Sequence[str], forecasts: Forecasts
+) -> tuple[Plan, CheckpointError | None]:
+    """The plan, and what is wrong with the checkpoint."""
     deployment = loaded.deployment
     if device_totals:
         used = [ref for refs in deployment.stage_refs.values() for ref in refs]
         totals = parse_device_totals(device_totals, used)
-        return _planned_unseen(deployment, totals, _weights_bytes(loaded), forecasts)
+        weights, damage = _weights_bytes(loaded)
+        return _planned_unseen(deployment, totals, weights, forecasts), damage
     resolved = loaded.resolve(list_devices(loaded), os.environ)
     claims = list_claims(loaded.lock_dir, resolved.devices, simulated_machine(loaded))
-    return make_plan_now(deployment, resolved, claims, _weights_bytes(loaded), forecasts)
+    weights, damage = _weights_bytes(loaded)
+    return make_plan_now(deployment, resolved, claims, weights, forecasts), damage
 
 
 def _planned_unseen(
@@ -136,25 +141,20 @@ def _wrong_total(item: str, why: str) -> UsageError:
     return UsageError(f"cannot read --device-total {item!r}: {why}; write 80GiB, or 0=80GiB,1=141GiB")
 
 
-def _weights_bytes(loaded: LoadedDeployment) -> Mapping[int, int]:
-    """Weights by stage id, from the checkpoint's headers; empty, with a note on stderr, where it is not readable."""
+def _weights_bytes(loaded: LoadedDeployment) -> tuple[Mapping[int, int], CheckpointError | None]:
+    """Weights by stage id, from the checkpoint's headers; none of a checkpoint that is not there yet, which is noted on
+    stderr, or of a damaged one, with what is wrong with it."""
     from stagelaunch.weights.index import read_index
 
     stages = [stage for stage in loaded.deployment.stages if stage.engine == ENGINE_QWEN3_OMNI]
     if not stages:
-        return {}
+        return {}, None
+    if not loaded.model_dir.exists():
+        click.echo(f"note: planned without weight sizes: no checkpoint in {loaded.model_dir}", err=True)
+        return {}, None
     try:
         index = read_index(loaded.model_dir)
     except CheckpointError as error:
-        _note_unreadable(loaded.model_dir, error)
-        return {}
+        return {}, error
     by_component = index.component_bytes()
-    return {stage.id: by_component[stage.component] for stage in stages if stage.component in by_component}
-
-
-def _note_unreadable(model_dir: Path, error: CheckpointError) -> None:
-    if not model_dir.exists():
-        click.echo(f"note: planned without weight sizes: no checkpoint in {model_dir}", err=True)
-        return
-    for fault in error.faults[:_SHOWN_FAULTS]:
-        click.echo(f"note: planned without weight sizes: {fault}", err=True)
+    return {stage.id: by_component[stage.component] for stage in stages if stage.component in by_component}, None

@@ -24,7 +24,7 @@ from stagelaunch.system.tree import describe
 def status(target: str | None, as_json: bool, runtime_dir: Path | None) -> int:
     """Show the deployment TARGET (its name or config file), or every deployment of this user.
 
-    Exit 0 when every deployment shown is ready, 1 otherwise.
+    Exit 0 when TARGET, or every deployment that has not ended, is ready; 1 otherwise, and when there is none.
     """
     runtimes = list_runtimes(runtime_dir) if target is None else (find_target(target, runtime_dir).runtime,)
     bodies = [_body(runtime) for runtime in runtimes]
@@ -32,7 +32,9 @@ def status(target: str | None, as_json: bool, runtime_dir: Path | None) -> int:
         click.echo(json.dumps(bodies if target is None else bodies[0], indent=2))
     else:
         click.echo("\n\n".join(map(_page, bodies)) or "no deployment has run here")
-    all_ready = bool(bodies) and all(body["state"] == "ready" for body in bodies)
+    # Of those that are listed because they once ran nobody waits for anything, unless they have left something.
+    live = bodies if target is not None else [body for body in bodies if not _is_over(body)]
+    all_ready = bool(live) and all(body["state"] == "ready" for body in live)
     return ExitCode.OK if all_ready else ExitCode.STAGE_FAILED
 
 
@@ -44,6 +46,10 @@ def _body(runtime: Runtime) -> dict[str, Any]:
             state = runtime.read_state()
             return {key: state.get(key) for key in ("state", "pid", "findings")} | {"name": runtime.directory.name}
         return {"name": runtime.directory.name, "state": "stopped", "last_run": _last_run(runtime)}
+
+
+def _is_over(body: dict[str, Any]) -> bool:
+    return body["state"] == "stopped" and not (body["last_run"] or {}).get("processes")
 
 
 def _last_run(runtime: Runtime) -> dict[str, Any] | None:

@@ -100,8 +100,8 @@ def _ended(runtime: Runtime, *, is_over: bool) -> int:
         raise NotRunningError(f"cannot wait for deployment {name}: it is not running, and no run is recorded here")
     code = ending.get("exit_code")
     if ending.get("state") != "ended" or not isinstance(code, int):
-        _say(f"{name} is gone, but died before it could say how it ended; see: nvidia-smi")
-        return ExitCode.CLEANUP_INCOMPLETE
+        _say(f"{name} is gone, but was killed before it could say how it ended; see: stagelaunch doctor")
+        return ExitCode.INTERNAL
     what = "is not running; its last run ended" if is_over else "has ended"
     _say(f"{name} {what} (exit {code}){_first_failure(ending)}")
     # Whatever it was, it is not ready.

@@ -172,8 +172,9 @@ def _names(demands: Sequence[DeviceDemand]) -> str:
 
 
 def free_check(verdicts: Iterable[FreeVerdict]) -> list[str]:
-    """One text for each device whose need exceeds what is free now, with who holds the rest."""
-    return [_free_finding(free) for free in verdicts if free.free_shortfall_bytes]
+    """One text for each device whose need exceeds what is free now, with who holds the rest; none where claims take
+    of that, too: ``claim_check`` says more."""
+    return [_free_finding(free) for free in verdicts if free.free_shortfall_bytes and not free.claimed_bytes]
 
 
 def claim_check(verdicts: Iterable[FreeVerdict]) -> list[str]:
@@ -229,8 +230,10 @@ def _claim_finding(free: FreeVerdict) -> str:
         f"{claimant(held.claim)} claims {format_size(held.claim.claimed_bytes)} and {_held_text(held.held_bytes)}"
         for held in free.claims
     )
+    in_use = f" (in use: {', '.join(map(_holder_text, free.holders))})" if free.holders else ""
+    free_now = f"{format_size(free.free_bytes)} free now{in_use}"
     return (
-        f"{_need(free.verdict)}, but of the {format_size(free.free_bytes)} free now {format_size(free.claimed_bytes)} "
+        f"{_need(free.verdict)}, but of the {free_now} {format_size(free.claimed_bytes)} "
         f"is claimed by running deployments ({claims}), short by {format_size(free.shortfall_bytes)} in all; "
         "stop one, or lower a budget or the reserve"
     )

@@ -89,11 +89,13 @@ class Plan:
     """One finding per device that would do, were it not for who holds its memory now."""
     claimed: tuple[str, ...]
     """One finding per device of which other deployments have claimed too much."""
+    damaged: tuple[str, ...] = ()
+    """What is wrong with the checkpoint: the sizes of its weights are not known, and nothing could be read from it."""
 
     @property
     def findings(self) -> tuple[str, ...]:
         """Everything that speaks against a boot."""
-        return self.unplanned + self.missing + self.over_full + self.not_now + self.claimed
+        return self.damaged + self.unplanned + self.missing + self.over_full + self.not_now + self.claimed
 
     def auto_budget_bytes(self, stage: Stage) -> int | None:
         """The budget that was worked out for a stage; None for one that has its own."""

@@ -132,6 +132,8 @@ def _size(size_bytes: int | None) -> str:
 
 
 def _verdict(plan: Plan) -> str:
+    if plan.damaged:
+        return "the checkpoint is damaged"
     if plan.unplanned:
         return f"no budget for {_count(len(plan.unplanned), 'stage')}"
     if plan.over_full:

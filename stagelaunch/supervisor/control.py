@@ -149,7 +149,7 @@ class ControlServer:
         name = request.query.get("stage", "")
         if name not in self._handlers.logs:
             return _error(404, f"{name or '(none named)'}: no such stage (there are: {', '.join(self._handlers.logs)})")
-        refusal = self._handlers.restart(name)
+        refusal = await self._handlers.restart(name)
         if refusal is not None:
             return _error(409, refusal)
         return web.json_response({"version": API_VERSION, "restarting": name}, status=202)

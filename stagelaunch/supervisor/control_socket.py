@@ -36,7 +36,7 @@ class Handlers:
     events: EventLog
     logs: Mapping[str, Path]
     """The log of each stage, by name."""
-    restart: Callable[[str], str | None] | None = None
+    restart: Callable[[str], Awaitable[str | None]] | None = None
     """Start a stage again, by name; the answer says why that cannot be, None: it has begun."""
 
 

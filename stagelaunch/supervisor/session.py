@@ -22,7 +22,7 @@ from stagelaunch.config_file import LoadedDeployment
 from stagelaunch.core import launch
 from stagelaunch.core.board import Timeouts
 from stagelaunch.core.config import Deployment
-from stagelaunch.core.errors import NoDeviceError
+from stagelaunch.core.errors import CheckpointError, NoDeviceError
 from stagelaunch.core.events import EventKind, News
 from stagelaunch.core.failure import StageFailure
 from stagelaunch.core.groups import init_groups
@@ -52,6 +52,7 @@ from stagelaunch.supervisor.timeline import TimelineRecorder
 from stagelaunch.supervisor.weight_plans import write_plans
 from stagelaunch.system import log_file, tree
 from stagelaunch.system.locks import LockDirectory, sweep
+from stagelaunch.weights.files import require_unchanged
 
 STACK_LINES = 200
 STATUS_DRIVER_S = 5.0
@@ -220,7 +221,7 @@ class Session:
             health=lambda: health_body(self._deployment, self._supervisor, time.monotonic()),
             events=self._events,
             logs={run.name: run.log_path for run in self._admitted.runs},
-            restart=self._supervisor.request_restart,
+            restart=self._request_restart,
         )
 
     # Signals.
@@ -240,6 +241,17 @@ class Session:
     def _request_stop(self, reason: str, *, again: bool = True, now: bool = False) -> None:
         self.asked_to_stop = True
         self._supervisor.request_stop(reason, again=again, now=now)
+
+    async def _request_restart(self, name: str) -> str | None:
+        """Why the stage of that name is not started again; it is ended only if it can be."""
+        stage_id = next((stage.id for stage in self._deployment.stages if stage.name == name), None)
+        plan = None if stage_id is None else self._admitted.weight_plans.get(stage_id)
+        if plan is not None:
+            try:
+                await asyncio.to_thread(require_unchanged, plan.stamps)
+            except CheckpointError as error:
+                return str(error)
+        return self._supervisor.request_restart(name)
 
     def _dump(self) -> None:
         """The threads are written down; add the tasks, the state of every stage, and the stacks of the stages."""

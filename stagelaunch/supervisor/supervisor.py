@@ -263,6 +263,12 @@ class Supervisor:
         first = self._state.first_failure
         if first is not None and before.first_failure is None and isinstance(first.cause, StageFailure):
             self._hooks.on_failure(first.cause)
+            if first.stage_id is not None and before.is_out_of_restarts(first.stage_id, first.at_s):
+                allowed = before.policy.restarts
+                assert allowed is not None
+                within = format_duration(allowed.within_s)
+                text = f"is not started again: {allowed.max_restarts} restarts within {within} are used up"
+                self._say_of(self._stages[first.stage_id], text)
         if self._state.mode is launch.Mode.STOPPING and before.mode is not launch.Mode.STOPPING:
             self._hooks.on_event(News(EventKind.STOPPING, more={"reason": self._why_stopping()}))
             self._hooks.on_stopping()

@@ -178,11 +178,15 @@ def test_weights_are_read_from_the_headers(place: Path, inline: Inline, tiny_che
     assert all(stage["weights_bytes"] > 0 for stage in plan_json(done)["stages"])
 
 
-def test_a_damaged_checkpoint_is_a_note_not_a_verdict(place: Path, inline: Inline) -> None:
+def test_a_damaged_checkpoint_is_refused_and_one_that_is_not_there_yet_is_noted(place: Path, inline: Inline) -> None:
+    path = config(place, model="broken")
+    done = inline("plan", path, "--json")
+    assert (done.returncode, "note: planned without weight sizes: no checkpoint in" in done.stderr) == (0, True)
     (place / "work" / "broken").mkdir()
-    done = inline("plan", config(place, model="broken"), "--json")
-    assert done.returncode == 0
-    assert "note: planned without weight sizes" in done.stderr
+    done = inline("plan", path, "--json")
+    assert (done.returncode, "broken: is empty; download the checkpoint into it" in done.stderr) == (78, True)
+    assert (plan_json(done)["fits"], len(plan_json(done)["findings"])) == (False, 1)
+    assert inline("plan", path).stdout.endswith("verdict: the checkpoint is damaged\n")
 
 
 def test_plan_touches_nothing(place: Path) -> None:

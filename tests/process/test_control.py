@@ -13,7 +13,7 @@ import shutil
 import socket
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import ExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -23,6 +23,7 @@ import pytest
 from deployments import ROOT, TIMEOUT_S, Ran, Site, light_stage
 
 from stagelaunch.cli import status
+from stagelaunch.cli.main import main
 from stagelaunch.cli.wait import wait_until
 from stagelaunch.config_file import load_deployment
 from stagelaunch.core import messages as m
@@ -51,7 +52,7 @@ class Stub:
     runtime: Runtime
     events: EventLog = field(default_factory=EventLog)
     health: dict[str, Any] = field(default_factory=lambda: {"healthy": True, "ready": False, "version": 1})
-    restart: Callable[[str], str | None] | None = None
+    restart: Callable[[str], Awaitable[str | None]] | None = None
 
     def __post_init__(self) -> None:
         self.endpoint = ControlSocket(self.runtime)
@@ -224,7 +225,7 @@ def test_what_is_no_http_is_answered_and_not_reported_but_our_own_errors_are(
             client.sendall(words)
             return client.recv(4096)
 
-    def gone(_: str) -> str | None:
+    async def gone(_: str) -> str | None:
         raise ConnectionResetError
 
     async def scenario() -> None:
@@ -254,8 +255,11 @@ def test_a_socket_that_cannot_be_made_is_the_configs_fault(tmp_path: Path) -> No
 def test_a_restart_is_begun_or_refused_with_the_reason(tmp_path: Path) -> None:
     answers: list[str | None] = [None, "alpha is not ready"]
 
+    async def restart(_: str) -> str | None:
+        return answers.pop(0)
+
     async def scenario() -> None:
-        async with serving(tmp_path, restart=lambda _: answers.pop(0)) as stub:
+        async with serving(tmp_path, restart=restart) as stub:
             assert await ask(stub, "POST", "/v1/restart?stage=alpha") == (202, {"version": 1, "restarting": "alpha"})
             assert (await ask(stub, "POST", "/v1/restart?stage=alpha"))[1]["error"] == "alpha is not ready"
             assert (await ask(stub, "POST", "/v1/restart"))[0] == 404
@@ -547,7 +551,7 @@ def test_waiting_for_what_has_ended_gives_its_code_and_its_first_failure(
     assert told in capsys.readouterr().err
     assert wait_until(runtime, "stopped", 5) == 0
     runtime.state.write_text(json.dumps({"state": "booting", "pid": 1}))
-    assert wait_until(runtime, "ready", 5) == 71
+    assert wait_until(runtime, "ready", 5) == 70
     # It was ready, and is not: no reason to go on.
     runtime.state.write_text(json.dumps({"state": "ended", "exit_code": 0, "pid": 1}))
     assert wait_until(runtime, "ready", 5) == 1
@@ -556,6 +560,19 @@ def test_waiting_for_what_has_ended_gives_its_code_and_its_first_failure(
     assert capsys.readouterr().err.endswith("(exit 2): no room\n")
     body = {"name": "omni", "state": "stopped", "last_run": runtime.read_state()}
     assert status._page(body) == "omni: not running; the last run ended with exit code 2: no room"
+
+
+def test_of_all_deployments_those_that_ended_are_shown_but_do_not_count(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bodies = [{"name": "new", "state": "ready"}, {"name": "old", "state": "stopped", "last_run": {"state": "ended"}}]
+    monkeypatch.setattr(status, "list_runtimes", lambda _: range(len(bodies)))
+    monkeypatch.setattr(status, "_body", bodies.__getitem__)
+    assert main(["status", "--json"]) == 0
+    bodies.append({"name": "dead", "state": "stopped", "last_run": {"state": "died", "processes": ["pid 7"]}})
+    assert main(["status", "--json"]) == 1
+    del bodies[0], bodies[1]
+    assert main(["status", "--json"]) == 1
 
 
 def test_a_deployment_that_starts_a_stage_again_is_shown_with_its_stages(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -608,6 +625,7 @@ def test_a_boot_is_followed_and_waited_for_and_survives_the_loss_of_its_director
         assert events.stdout is not None
         assert logs.stdout is not None
         assert json.loads(events.stdout.readline())["event"] == "admitting"
+        assert logs.stdout.readline().startswith("---- ")
         assert logs.stdout.readline() == "hello from the stage\n"
 
         owner = site.state()["pid"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import yaml
@@ -40,5 +41,11 @@ def test_three_real_stages_boot_answer_and_leave_nothing(tmp_path: Path, tiny_ch
     assert [(r["stage"], r["through_graph"], r["max_abs_diff"]) for r in results] == [
         (name, True, 0.0) for name in ("thinker", "talker", "code2wav")
     ]
+    # What could not be loaded again is not ended, either.
+    for shard in tiny_checkpoint.glob("*.safetensors"):
+        os.utime(shard)
+    refused = site.run("restart", config, "thinker")
+    assert (refused.code, "changed since it was checked" in refused.stderr) == (1, True)
+    assert site.run("status", config).code == 0
     assert site.run("down", config).code == 0
     site.assert_nothing_left(up)

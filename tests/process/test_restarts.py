@@ -72,6 +72,7 @@ def test_a_stage_that_dies_is_started_again_alone_until_it_does_not_fit_any_more
     first = site.state()["first_failure"]
     assert (first["stage"], first["phase"], first["error"]) == ("beta", "spawn", "admission")
     assert "is free now" in first["text"]
+    assert "is not started again: 2 restarts within" in ran.stderr
     assert json.loads((site.directory / "run" / "site" / "error.json").read_text())["first_failure"] == first
     site.assert_nothing_left(ran)
 

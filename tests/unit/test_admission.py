@@ -164,10 +164,12 @@ def test_what_is_claimed_has_a_finding_of_its_own():
 def test_what_members_hold_is_shown_as_their_deployment():
     found = now(60, [Holder(5, 10), Holder(6, 20), Holder(7, 10, "ours")], [claim(9, 35, 5, 6)])
     assert (found.holders, found.claims) == ((Holder(7, 10, "ours"),), (HeldClaim(claim(9, 35, 5, 6), 30),))
-    (free,) = free_check([found])
-    assert "(in use: pid 7 ours holds 10 B, deployment talk (supervisor pid 9) holds 30 B), short by 5 B" in free
-    (claimed,) = claim_check([found])
+    (claimed,) = (*free_check([found]), *claim_check([found]))
+    assert "of the 60 B free now (in use: pid 7 ours holds 10 B) 5 B is claimed" in claimed
     assert "claims 35 B and holds 30 B), short by 10 B" in claimed
+    # All that was claimed is held.
+    (free,) = free_check([now(60, [Holder(5, 15), Holder(6, 20), Holder(7, 10, "ours")], [claim(9, 35, 5, 6)])])
+    assert "(in use: pid 7 ours holds 10 B, deployment talk (supervisor pid 9) holds 35 B), short by" in free
 
 
 @pytest.mark.parametrize(
