@@ -12,6 +12,7 @@ import torch
 
 from stagelaunch.core.errors import StageError
 from stagelaunch.core.ledger import KVLayout
+from stagelaunch.core.units import format_size
 from stagelaunch.devices.base import Device
 from stagelaunch.devices.upload import Uploader
 from stagelaunch.engines.base import EngineSpec, ProbeResult, Progress
@@ -120,7 +121,8 @@ class TorchOmniEngine:
         """Fill every parameter from the checkpoint; what the reader raises passes through."""
         if self._plan is None:
             raise StageError("cannot read the weights: nothing is allocated for them; call allocate_weights first")
-        fill(self._plan, self._unfilled, self._uploader, progress, self._spec.reading)
+        how = fill(self._plan, self._unfilled, self._uploader, progress, self._spec.reading)
+        print(f"weights: {format_size(self._plan.total_bytes)} read from {self._spec.model_dir} ({how})")
         self._unfilled, self._uploader = {}, None
 
     @property

@@ -49,8 +49,8 @@ def fill(
     uploader: Uploader | None,
     progress: Progress,
     reading: Reading = _AUTO,
-) -> None:
-    """Fill every tensor of ``plan`` with its bytes from the checkpoint.
+) -> str:
+    """Fill every tensor of ``plan`` with its bytes from the checkpoint; what has read them, for people.
 
     ``tensors`` are the plan's targets by name, contiguous, of its shapes and dtypes (else ValueError, before anything
     is read). With ``uploader`` every byte reaches its tensor through it; without, all must be in host memory and are
@@ -70,7 +70,7 @@ def fill(
     if reading.backend.module is not None:
         with opened(shards, plan.stamps):
             backends.fill(reading.backend, plan, flat, uploader or HostUploader(), advance)
-        return
+        return f"by {reading.backend.module}"
     direct = _is_direct(plan, shards, reading.backend)
     with opened(shards, plan.stamps, direct=direct) as fds:
         in_place = uploader is None and not direct
@@ -80,6 +80,7 @@ def fill(
             _fill_in_place(fds, reads, flat, threads, advance)
         else:
             _fill_through_ring(fds, reads, flat, threads, advance, uploader or HostUploader(), direct=direct)
+    return f"{Backend.DIRECT if direct else Backend.BUFFERED}, {threads} thread{'s' * (threads > 1)}"
 
 
 def _is_direct(plan: WeightPlan, shards: list[Path], backend: Backend) -> bool:

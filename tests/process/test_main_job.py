@@ -37,6 +37,9 @@ def test_three_real_stages_boot_answer_and_leave_nothing(tmp_path: Path, tiny_ch
             assert ledger["terms"][term]["bytes"] == forecast["terms"][term]["bytes"] > 0
         assert ledger["num_blocks"] == forecast["num_blocks"]
 
+    log = site.run("logs", config, "talker").stdout.splitlines()
+    assert (log[0].startswith("---- "), log[1].startswith("weights: ")) == (True, True)
+
     results = json.loads(site.run("probe", config, "--json").stdout)
     assert [(r["stage"], r["through_graph"], r["max_abs_diff"]) for r in results] == [
         (name, True, 0.0) for name in ("thinker", "talker", "code2wav")

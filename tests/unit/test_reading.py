@@ -91,7 +91,8 @@ def test_every_reader_is_right_to_the_byte(
 ) -> None:
     plan, content = large
     tensors = empty(plan)
-    fill(plan, tensors, uploader and uploader(), quiet, Reading(Backend(backend), threads))
+    how = fill(plan, tensors, uploader and uploader(), quiet, Reading(Backend(backend), threads))
+    assert how.startswith("direct, " if backend == "direct" else "buffered, ")
     assert content_of(tensors["a"]) + content_of(tensors["b"]) == content[20:]
 
 
