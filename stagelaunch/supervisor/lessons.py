@@ -7,7 +7,7 @@ Writes two files: the run file, which tells the next process of a stage, and wha
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 
 from stagelaunch.core import messages as m
@@ -18,13 +18,13 @@ from stagelaunch.core.run_spec import runs_to_json
 from stagelaunch.core.units import format_size
 from stagelaunch.supervisor.remembered import remember
 from stagelaunch.supervisor.runtime import Runtime, write_atomically
-from stagelaunch.supervisor.stage import Stage
+from stagelaunch.supervisor.stage import Stage, Stages
 
 
 class Lessons:
     """Of all stages of one run, whose ``run`` it replaces."""
 
-    def __init__(self, runtime: Runtime, stages: Mapping[int, Stage], say_of: Callable[[Stage, str], None]) -> None:
+    def __init__(self, runtime: Runtime, stages: Stages, say_of: Callable[[Stage, str], None]) -> None:
         self._runtime = runtime
         self._stages = stages
         self._say_of = say_of
@@ -56,7 +56,7 @@ class Lessons:
     def keep(self) -> None:
         """Every stage is ready: keep what each has measured."""
         last = None
-        for stage in self._stages.values():
+        for stage in self._stages:
             if stage.view is None or stage.view.ledger is None or not measured(stage.view.ledger):
                 continue
             if stage.run.remembered != stage.view.ledger:
@@ -70,13 +70,13 @@ class Lessons:
 
     def _remember(self, stage: Stage, what: str) -> None:
         try:
-            remember(self._runtime.remembered, tuple(each.run for each in self._stages.values()))
+            remember(self._runtime.remembered, self._stages.runs())
         except OSError as error:
             self._say_of(stage, f"{what} cannot be kept for the next boot: {error.strerror}")
 
     def _tell_next(self, stage: Stage) -> bool:
         try:
-            write_atomically(self._runtime.run_file, runs_to_json(tuple(each.run for each in self._stages.values())))
+            write_atomically(self._runtime.run_file, runs_to_json(self._stages.runs()))
         except OSError as error:
             self._say_of(stage, f"its next process cannot be told: {error.strerror}")
             return False

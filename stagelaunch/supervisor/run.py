@@ -18,6 +18,8 @@ from stagelaunch.core.config import Deployment
 from stagelaunch.core.errors import ExitCode, LockDirectoryError, StagelaunchError
 from stagelaunch.core.events import EventKind, News
 from stagelaunch.core.inventory import SimulatedMachine
+from stagelaunch.core.launch_policy import restart_budget
+from stagelaunch.core.narrate import used_up_text
 from stagelaunch.core.outcome import Outcome
 from stagelaunch.core.run_options import RunOptions
 from stagelaunch.core.run_spec import runs_to_json
@@ -32,7 +34,8 @@ from stagelaunch.supervisor.notify import NotifySocket
 from stagelaunch.supervisor.reload import reload_file
 from stagelaunch.supervisor.runtime import Runtime, writable, write_atomically
 from stagelaunch.supervisor.service import ServiceNotifier
-from stagelaunch.supervisor.session import Listener, Session, dump_threads_on_quit, restart_budget
+from stagelaunch.supervisor.session import Listener, Session
+from stagelaunch.supervisor.stacks import dump_threads_on_quit
 from stagelaunch.supervisor.waiting import Patience
 from stagelaunch.supervisor.weight_plans import write_plans
 from stagelaunch.system.locks import LockDirectory
@@ -194,8 +197,7 @@ class _Rounds:
         now_s, budget = time.monotonic(), restart_budget(deployment)
         restart_at_s = budget.next_at_s(self._granted, now_s)
         if restart_at_s is None:
-            within = format_duration(budget.within_s)
-            self._say(f"is not started again: {budget.max_restarts} restarts within {within} are used up")
+            self._say(used_up_text(budget))
             return False
         self._granted = (*self._granted, now_s)
         assert ended.first is not None

@@ -7,29 +7,23 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import faulthandler
-import os
 import signal
 import time
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from filelock import FileLock
 
 from stagelaunch.config_file import LoadedDeployment
 from stagelaunch.core import launch
-from stagelaunch.core.board import Timeouts
-from stagelaunch.core.config import Deployment
 from stagelaunch.core.errors import CheckpointError, NoDeviceError
 from stagelaunch.core.events import EventKind, News
 from stagelaunch.core.failure import StageFailure
-from stagelaunch.core.groups import init_groups
 from stagelaunch.core.inventory import DeviceInfo
+from stagelaunch.core.launch_policy import launch_policy, timeouts
 from stagelaunch.core.outcome import Outcome
 from stagelaunch.core.reload import take_over
-from stagelaunch.core.restarts import RestartBudget
 from stagelaunch.core.run_options import RunOptions
 from stagelaunch.core.run_spec import runs_to_json
 from stagelaunch.core.stop_plan import StopPlan, stop_plan
@@ -46,6 +40,7 @@ from stagelaunch.supervisor.prefetch import Prefetch
 from stagelaunch.supervisor.reload import reload_file
 from stagelaunch.supervisor.runtime import Runtime, write_atomically
 from stagelaunch.supervisor.service import ServiceNotifier
+from stagelaunch.supervisor.stacks import STACK_LINES, dump_threads_on_quit
 from stagelaunch.supervisor.status import deployment_state, health_body, stage_bodies, status_body
 from stagelaunch.supervisor.supervisor import Hooks, Supervisor
 from stagelaunch.supervisor.timeline import TimelineRecorder
@@ -54,7 +49,6 @@ from stagelaunch.system import log_file, tree
 from stagelaunch.system.locks import LockDirectory, sweep
 from stagelaunch.weights.files import require_unchanged
 
-STACK_LINES = 200
 STATUS_DRIVER_S = 5.0
 """How long `status` waits for the driver: less than its caller waits for `status`."""
 
@@ -109,7 +103,7 @@ class Session:
         """By anybody, also when every stage was over already."""
         self._tasks: set[asyncio.Task[None]] = set()
         self._prefetch = Prefetch.of(self._deployment, admitted.weight_plans)
-        policy, timeouts = _policy(self._deployment, self._stop_plan), _timeouts(self._deployment)
+        policy = launch_policy(self._deployment, self._stop_plan)
         self._timeline = TimelineRecorder(
             runtime.timeline, self._deployment.name, policy.order, policy.groups, listener.say
         )
@@ -120,9 +114,11 @@ class Session:
         # Or it would grow with every boot. One that cannot be put aside is written on.
         with contextlib.suppress(OSError):
             put_aside_large(runtime.imports_log, self._deployment.logs)
-        self._supervisor = Supervisor(admitted.runs, policy, timeouts, runtime, hooks, preload=self._deployment.preload)
+        self._supervisor = Supervisor(
+            admitted.runs, policy, timeouts(self._deployment), runtime, hooks, preload=self._deployment.preload
+        )
         paths = {run.stage_id: (run.name, run.log_path) for run in admitted.runs}
-        self._logs = StageLogs(paths, self._deployment.logs, self._supervisor.tell, listener.say, listener.show)
+        self._logs = StageLogs(paths, self._deployment.logs, self._supervisor.stages.tell, listener.say, listener.show)
 
     @property
     def _stop_plan(self) -> StopPlan:
@@ -141,7 +137,7 @@ class Session:
             self._events.add(News(EventKind.BOOTING))
             self._prefetch.start()
             self._listener.on_started()
-            self._service.booting(self._supervisor.views, self._why_stopping)
+            self._service.booting(self._supervisor.stages.views, self._why_stopping)
             result = await self._supervisor.run()
             self._service.tick()
             outcome = self._outcome(result, await self._leftovers(result))
@@ -189,15 +185,15 @@ class Session:
             self._say(f"  {line}")
         self.loaded = replace(self.loaded, deployment=reloaded.deployment)
         self._deployment = take_over(self._deployment, reloaded.deployment)
-        policy = _policy(self._deployment, self._stop_plan)
-        self._supervisor.take_over(policy.ladder, policy.restarts, _timeouts(self._deployment))
+        policy = launch_policy(self._deployment, self._stop_plan)
+        self._supervisor.take_over(policy.ladder, policy.restarts, timeouts(self._deployment))
         self._logs.take_over(self._deployment.logs)
         self._service.reloaded(self._deployment.timeouts)
 
     def _restore_files(self) -> None:
         """The runtime directory is a new, empty one: what commands and stages look for there."""
-        write_plans(self._supervisor.runs(), self._admitted.weight_plans)
-        write_atomically(self._runtime.run_file, runs_to_json(self._supervisor.runs()))
+        write_plans(self._supervisor.stages.runs(), self._admitted.weight_plans)
+        write_atomically(self._runtime.run_file, runs_to_json(self._supervisor.stages.runs()))
         self._runtime.write_state(deployment_state(self._supervisor))
         self._timeline.restore()
         self._reopen_logs()
@@ -208,7 +204,7 @@ class Session:
 
     def _sweep_locks(self) -> None:
         """A killed stage leaves its record beside the device lock; the lock itself went with it."""
-        gone = self._supervisor.gone_pids()
+        gone = self._supervisor.stages.gone_pids()
         for info in self._admitted.devices.values():
             sweep(self._lock_dir, info.uuid, gone)
 
@@ -261,10 +257,10 @@ class Session:
             self._say(f"  {line}")
         for task in asyncio.all_tasks():
             self._say(f"  task {task!r}"[:200])
-        for stage_id, view in self._supervisor.views().items():
+        for stage_id, view in self._supervisor.stages.views().items():
             where = "never started" if view is None else f"in phase {view.phase} for {_since(view.phase_began_s)}"
             self._say(f"  stage {self._deployment.stage(stage_id).name}: {state.stages[stage_id]}, {where}")
-        self._supervisor.dump_stacks()
+        self._supervisor.stages.dump_stacks()
         self._say(f"  the stacks of the stages are in {self._runtime.logs}")
 
     # What the supervisor tells and asks.
@@ -293,7 +289,7 @@ class Session:
     def _on_stopping(self) -> None:
         self._prefetch.stop()
         self._note_state("stopping")
-        self._begin(say_who_is_left(self._supervisor.live_pids, self._devices_quickly, self._say))
+        self._begin(say_who_is_left(self._supervisor.stages.live_pids, self._devices_quickly, self._say))
 
     async def _readmit(self, stage_id: int) -> None:
         await readmit(self._admitted, stage_id, self._lock_dir, self._stop_plan.memory_s)
@@ -356,7 +352,7 @@ class Session:
 
     async def _leftovers(self, result: launch.LaunchResult) -> tuple[str, ...]:
         """Processes that survived KILL, and device memory that did not come back in time."""
-        pids = self._supervisor.pids()
+        pids = self._supervisor.stages.pids()
         stuck = [
             f"stage {self._deployment.stage(i).name}: {tree.describe_pid(pids[i])} survived SIGKILL"
             for i in result.abandoned
@@ -365,7 +361,7 @@ class Session:
         plan, driver_s = self._stop_plan, self._deployment.timeouts.driver_s
         missing = await memory_left(
             self._admitted.devices,
-            {*pids.values(), *self._supervisor.gone_pids()},
+            {*pids.values(), *self._supervisor.stages.gone_pids()},
             self._deployment.memory_tolerance_bytes,
             plan.memory_s,
             lambda: self._devices_now(min(driver_s, plan.memory_s) if self._options.ci else driver_s),
@@ -383,60 +379,8 @@ class Session:
         return [f"{tree.describe(process)} survived SIGKILL" for process in stuck]
 
 
-_stacks: list[IO[str]] = []
-"""The file that SIGQUIT writes to; faulthandler keeps only its descriptor."""
-
-
-def dump_threads_on_quit(path: Path, then: Callable[[], None] = lambda: None) -> None:
-    """SIGQUIT writes the stack of this thread to ``path``, from C: also where a loop hangs that runs no handler. Then,
-    on the loop, those of all threads, and ``then`` is called.
-
-    Not all of them from C, where the frames of threads that run are read: that can crash. Not to stderr, which may be a
-    pipe that nobody reads. To be called from the loop's thread.
-    """
-
-    def dump() -> None:
-        if _stacks:
-            faulthandler.dump_traceback(_stacks[0], all_threads=True)
-        then()
-
-    # Taken back first: registered twice, the second time would change nothing.
-    faulthandler.unregister(signal.SIGQUIT)
-    asyncio.get_running_loop().add_signal_handler(signal.SIGQUIT, dump)
-    with contextlib.suppress(OSError):
-        # A FIFO there would wait for a reader.
-        new = os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NONBLOCK, 0o644), "w")
-        while _stacks:
-            _stacks.pop().close()
-        _stacks.append(new)
-    if _stacks:
-        faulthandler.register(signal.SIGQUIT, file=_stacks[0], all_threads=False, chain=True)
-
-
 def _since(began_s: float) -> str:
     return format_duration(time.monotonic() - began_s)
-
-
-def _policy(deployment: Deployment, stop: StopPlan) -> launch.LaunchPolicy:
-    return launch.LaunchPolicy(
-        groups=tuple(tuple(group) for group in init_groups(deployment.stage_devices)),
-        order=launch.Order(deployment.order),
-        max_running_groups=None,
-        on_failure=launch.OnFailure.STOP,
-        ladder=stop.ladder,
-        restarts=restart_budget(deployment) if deployment.on_failure == "restart-stage" else None,
-    )
-
-
-def restart_budget(deployment: Deployment) -> RestartBudget:
-    """How often a deployment, or a stage of it, may be started again."""
-    given = deployment.restarts
-    return RestartBudget(given.max_restarts, given.within_s, given.backoff_s, given.backoff_max_s)
-
-
-def _timeouts(deployment: Deployment) -> Timeouts:
-    limits = deployment.timeouts
-    return Timeouts(limits.phase_s, limits.stage_s, limits.boot_s, limits.lock_s, limits.heartbeat_s)
 
 
 def _story(found: launch.Failure | None) -> StageFailure | None:

@@ -1,4 +1,4 @@
-"""What the supervisor holds for one stage: its process, what is known of it, its timers, and how a failure is told.
+"""What the supervisor holds for each stage: its process, what is known of it, its timers, and how a failure is told.
 
 Decides nothing. Used by ``supervisor.supervisor`` only.
 """
@@ -6,6 +6,7 @@ Decides nothing. Used by ``supervisor.supervisor`` only.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from stagelaunch.core import messages as m
@@ -19,6 +20,8 @@ from stagelaunch.system import log_file
 from stagelaunch.system.process import signal_name
 
 LOG_TAIL_LINES = 20
+STACKS_ANSWER_S = 2.0
+"""A stage that nothing is wrong with, as far as is known, gets long to write its stacks by itself."""
 
 
 @dataclass
@@ -120,3 +123,53 @@ class Stage:
             message.error, message.text, at_s, phase=message.phase, traceback=message.traceback,
             exit_code=ExitCode(message.exit_code),
         )  # fmt: skip
+
+
+class Stages:
+    """The stages of a deployment, by id, and what is known of all of them now."""
+
+    def __init__(self, runs: Iterable[StageRun]) -> None:
+        self._stages = {run.stage_id: Stage(run) for run in runs}
+
+    def __getitem__(self, stage_id: int) -> Stage:
+        return self._stages[stage_id]
+
+    def __iter__(self) -> Iterator[Stage]:
+        return iter(self._stages.values())
+
+    def named(self, name: str) -> Stage | None:
+        """The stage of that name; None where there is none."""
+        return next((stage for stage in self if stage.run.name == name), None)
+
+    def runs(self) -> tuple[StageRun, ...]:
+        """What their processes are told."""
+        return tuple(stage.run for stage in self)
+
+    def views(self) -> dict[int, StageView | None]:
+        """What is known about each; None for one that was never started."""
+        return {stage_id: stage.view for stage_id, stage in self._stages.items()}
+
+    def pids(self) -> dict[int, int]:
+        """The process of each that was started."""
+        return {i: stage.pid for i, stage in self._stages.items() if stage.pid is not None}
+
+    def live_pids(self) -> dict[str, int]:
+        """The processes that have not ended, by the name of their stage."""
+        return {stage.run.name: stage.pid for stage in self if stage.pid is not None and stage.is_alive}
+
+    def gone_pids(self) -> set[int]:
+        """The processes that were started and are dead."""
+        ended = {stage.pid for stage in self if stage.pid is not None and not stage.is_alive}
+        return ended.union(*(stage.past_pids for stage in self))
+
+    def tell(self, stage_id: int, message: m.Message) -> None:
+        """Send the stage's process a message, if it has one."""
+        process = self._stages[stage_id].process
+        if process is not None:
+            process.send(message)
+
+    def dump_stacks(self) -> None:
+        """Every stage writes the stacks of its threads to its log, and goes on."""
+        for stage in self:
+            if stage.answers and stage.process is not None:
+                stage.process.dump_stacks(STACKS_ANSWER_S)

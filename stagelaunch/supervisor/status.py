@@ -39,7 +39,7 @@ def status_body(
 
 def health_body(deployment: Deployment, supervisor: Supervisor, at_s: float) -> dict[str, Any]:
     """How far each stage is and whether anything has failed; known without asking anybody."""
-    pids, views, first = supervisor.pids(), supervisor.views(), supervisor.state.first_failure
+    pids, views, first = supervisor.stages.pids(), supervisor.stages.views(), supervisor.state.first_failure
     return {
         "version": API_VERSION,
         "name": deployment.name,
@@ -60,7 +60,7 @@ def _stage_health(name: str, pid: int | None, view: StageView | None, at_s: floa
 
 def stage_bodies(deployment: Deployment, supervisor: Supervisor, at_s: float) -> list[dict[str, Any]]:
     """Every stage of the deployment, in the order of its file."""
-    pids, views, state = supervisor.pids(), supervisor.views(), supervisor.state
+    pids, views, state = supervisor.stages.pids(), supervisor.stages.views(), supervisor.state
     return [
         {
             **_stage(stage.id, stage.name, stage.device_indices[0], pids.get(stage.id), views[stage.id], at_s),

@@ -17,21 +17,20 @@ from typing import Any
 
 from stagelaunch.core import board, events, launch
 from stagelaunch.core import messages as m
-from stagelaunch.core.board import Due, StageView, Timeouts
+from stagelaunch.core.board import Due, Timeouts
 from stagelaunch.core.errors import ExitCode, StagelaunchError
 from stagelaunch.core.events import EventKind, News
 from stagelaunch.core.failure import StageFailure
 from stagelaunch.core.launch import LaunchResult, LaunchState
-from stagelaunch.core.narrate import narrate
+from stagelaunch.core.narrate import late_boot_text, narrate, restart_text, stop_text, used_up_text
 from stagelaunch.core.phases import Phase
 from stagelaunch.core.restarts import RestartBudget
 from stagelaunch.core.run_spec import StageRun
 from stagelaunch.core.stop_plan import KILL_WAIT_S
-from stagelaunch.core.units import format_duration
 from stagelaunch.supervisor.forkserver import Forkservers
 from stagelaunch.supervisor.lessons import Lessons
 from stagelaunch.supervisor.runtime import Runtime
-from stagelaunch.supervisor.stage import Stage
+from stagelaunch.supervisor.stage import Stage, Stages
 from stagelaunch.supervisor.stage_process import Listener, StageProcess
 from stagelaunch.supervisor.timeline import TimelineRecorder
 from stagelaunch.supervisor.watch import Watch
@@ -41,9 +40,6 @@ from stagelaunch.system.process import signal_name
 _NO_ROOM = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 PROBE_TIMEOUT_S = 60.0
 """Or the phase deadline, if that is shorter: a probe is work like any other."""
-
-STACKS_ANSWER_S = 2.0
-"""A stage that nothing is wrong with, as far as is known, gets long to write its stacks by itself."""
 
 
 @dataclass(frozen=True)
@@ -81,16 +77,16 @@ class Supervisor:
         preload: bool = True,
     ) -> None:
         self._loop = asyncio.get_running_loop()
-        self._stages = {run.stage_id: Stage(run) for run in runs}
+        self.stages = Stages(runs)
         self._timeouts = timeouts
         self._runtime = runtime
         self._hooks = hooks
         self._say = hooks.say
-        self._lessons = Lessons(runtime, self._stages, self._say_of)
+        self._lessons = Lessons(runtime, self.stages, self._say_of)
         self._state: LaunchState = launch.initial_state(policy)
         self._finished: asyncio.Future[LaunchResult] = self._loop.create_future()
         self._wake: asyncio.TimerHandle | None = None
-        self._watch = Watch(self._stages.values(), timeouts, self._on_late)
+        self._watch = Watch(self.stages, timeouts, self._on_late)
         self._forkservers = Forkservers(runs, runtime.imports_log, hooks.say, preload=preload)
         self._admissions: set[asyncio.Task[None]] = set()
         self._request_ids = itertools.count(1)
@@ -135,7 +131,7 @@ class Supervisor:
 
     async def _kill_all(self) -> None:
         """Kill every stage and wait until it is gone, as long as a kill may take."""
-        processes = [stage.process for stage in self._stages.values() if stage.process is not None]
+        processes = [stage.process for stage in self.stages if stage.process is not None]
         for process in processes:
             process.kill()
         with contextlib.suppress(TimeoutError):
@@ -155,17 +151,16 @@ class Supervisor:
 
     def request_restart(self, name: str) -> str | None:
         """Stop this stage in good order and start it again; why not, where that cannot be."""
-        stage_id = next((i for i, stage in self._stages.items() if stage.run.name == name), None)
-        if stage_id is None:
-            names = ", ".join(stage.run.name for stage in self._stages.values())
-            return f"there is no stage {name}; it has {names}"
-        state = self._state.stages[stage_id]
+        stage = self.stages.named(name)
+        if stage is None:
+            return f"there is no stage {name}; it has {', '.join(stage.run.name for stage in self.stages)}"
+        state = self._state.stages[stage.run.stage_id]
         may = (launch.StageState.READY, launch.StageState.COOLING)
         if self._state.mode is not launch.Mode.RUNNING or not self._state.was_ready or state not in may:
             return f"stage {name} is {state}; only a stage that has booted can be restarted"
-        self._say_of(self._stages[stage_id], "is restarted: asked by `stagelaunch restart`")
-        self._tell_of(self._stages[stage_id], EventKind.RESTARTING, reason="asked by `stagelaunch restart`")
-        self._dispatch(launch.RestartRequested(stage_id, self._loop.time()))
+        self._say_of(stage, "is restarted: asked by `stagelaunch restart`")
+        self._tell_of(stage, EventKind.RESTARTING, reason="asked by `stagelaunch restart`")
+        self._dispatch(launch.RestartRequested(stage.run.stage_id, self._loop.time()))
         return None
 
     def take_over(self, ladder: launch.StopLadder, restarts: RestartBudget | None, timeouts: Timeouts) -> None:
@@ -177,57 +172,22 @@ class Supervisor:
     def device_failed(self, stage_ids: tuple[int, ...], text: str) -> None:
         """The device of these stages is lost."""
         for stage_id in stage_ids:
-            stage = self._stages[stage_id]
+            stage = self.stages[stage_id]
             if stage.is_alive:
                 stage.told_failure = True
                 self._fail(stage, stage.failure("device", text, self._loop.time()))
-
-    def dump_stacks(self) -> None:
-        """Every stage writes the stacks of its threads to its log, and goes on."""
-        for stage in self._stages.values():
-            if stage.answers and stage.process is not None:
-                stage.process.dump_stacks(STACKS_ANSWER_S)
-
-    def runs(self) -> tuple[StageRun, ...]:
-        """What the stages' processes are told, as of now."""
-        return tuple(stage.run for stage in self._stages.values())
-
-    def tell(self, stage_id: int, message: m.Message) -> None:
-        """Send the stage's process a message, if it has one."""
-        process = self._stages[stage_id].process
-        if process is not None:
-            process.send(message)
 
     @property
     def state(self) -> LaunchState:
         """Where the launch is."""
         return self._state
 
-    def views(self) -> dict[int, StageView | None]:
-        """What is known about each stage; None for one that was never started."""
-        return {stage_id: stage.view for stage_id, stage in self._stages.items()}
-
-    def pids(self) -> dict[int, int]:
-        """The process of each stage that was started."""
-        return {i: stage.pid for i, stage in self._stages.items() if stage.pid is not None}
-
-    def live_pids(self) -> dict[str, int]:
-        """The processes that have not ended, by the name of their stage."""
-        return {
-            stage.run.name: stage.pid for stage in self._stages.values() if stage.pid is not None and stage.is_alive
-        }
-
-    def gone_pids(self) -> set[int]:
-        """The processes that were started and are dead."""
-        ended = {stage.pid for stage in self._stages.values() if stage.pid is not None and not stage.is_alive}
-        return ended.union(*(stage.past_pids for stage in self._stages.values()))
-
     async def probe(self, stage_id: int) -> m.Probed:
         """One step of a ready stage through its graph, compared with eager. TimeoutError if it does not answer.
 
         Whoever asks may go away: the stage is busy with it until it answers, or its time is over.
         """
-        stage = self._stages[stage_id]
+        stage = self.stages[stage_id]
         assert stage.process is not None
         request_id = next(self._request_ids)
         answer = stage.probes[request_id] = self._loop.create_future()
@@ -257,44 +217,27 @@ class Supervisor:
             self._lessons.keep()
 
     def _tell_changes(self, before: LaunchState) -> None:
-        for stage_id, granted in self._state.restarts.items():
+        now = self._state
+        for stage_id, granted in now.restarts.items():
             if granted != before.restarts.get(stage_id, ()):
-                self._say_restart(self._stages[stage_id], granted)
-        first = self._state.first_failure
+                stage = self.stages[stage_id]
+                self._say_of(stage, restart_text(now, stage_id, self._loop.time()))
+                self._tell_of(stage, EventKind.RESTARTING, reason="it failed", restart=len(granted))
+        first, allowed = now.first_failure, now.policy.restarts
         if first is not None and before.first_failure is None and isinstance(first.cause, StageFailure):
             self._hooks.on_failure(first.cause)
-            if first.stage_id is not None and before.is_out_of_restarts(first.stage_id, first.at_s):
-                allowed = before.policy.restarts
-                assert allowed is not None
-                within = format_duration(allowed.within_s)
-                text = f"is not started again: {allowed.max_restarts} restarts within {within} are used up"
-                self._say_of(self._stages[first.stage_id], text)
-        if self._state.mode is launch.Mode.STOPPING and before.mode is not launch.Mode.STOPPING:
-            self._hooks.on_event(News(EventKind.STOPPING, more={"reason": self._why_stopping()}))
+            if allowed and first.stage_id is not None and before.is_out_of_restarts(first.stage_id, first.at_s):
+                self._say_of(self.stages[first.stage_id], used_up_text(allowed))
+        if now.mode is launch.Mode.STOPPING and before.mode is not launch.Mode.STOPPING:
+            self._hooks.on_event(News(EventKind.STOPPING, more={"reason": stop_text(now)}))
             self._hooks.on_stopping()
-
-    def _why_stopping(self) -> str:
-        first = self._state.first_failure
-        if first is None:
-            return str(self._state.stop_reason)
-        return first.cause.headline() if isinstance(first.cause, StageFailure) else str(first.cause)
-
-    def _say_restart(self, stage: Stage, granted: tuple[float, ...]) -> None:
-        pause_s = self._state.restart_at_s[stage.run.stage_id] - self._loop.time()
-        assert self._state.policy.restarts is not None
-        allowed = self._state.policy.restarts
-        when = f"in {format_duration(max(pause_s, 0.0))}"
-        used = len(allowed.counting(granted, self._loop.time()))
-        budget = f"restart {used} of {allowed.max_restarts} within {format_duration(allowed.within_s)}"
-        self._say_of(stage, f"is started again {when} ({budget}; {len(granted)} since the start)")
-        self._tell_of(stage, EventKind.RESTARTING, reason="it failed", restart=len(granted))
 
     def _perform(self, command: launch.Command) -> None:
         match command:
             case launch.StartStage(stage_id):
-                self._start(self._stages[stage_id])
+                self._start(self.stages[stage_id])
             case launch.AdmitStage(stage_id):
-                self._admit(self._stages[stage_id])
+                self._admit(self.stages[stage_id])
             case launch.AskStage(stage_id):
                 self._enter_stop(stage_id, StageProcess.ask_to_stop)
             case launch.TerminateStage(stage_id):
@@ -302,7 +245,7 @@ class Supervisor:
             case launch.KillStage(stage_id):
                 if not self._is_retried(stage_id):
                     is_late = self._state.stop_requests < 2
-                    self._say_of(self._stages[stage_id], "is still there: killing it" if is_late else "killing it")
+                    self._say_of(self.stages[stage_id], "is still there: killing it" if is_late else "killing it")
                 self._enter_stop(stage_id, StageProcess.kill)
             case launch.WakeAt(at_s):
                 if self._wake is not None:
@@ -446,7 +389,7 @@ class Supervisor:
         self._dispatch(launch.StageEnded(stage.run.stage_id, found, self._loop.time()))
 
     def _enter_stop(self, stage_id: int, how: Callable[[StageProcess], None]) -> None:
-        stage = self._stages[stage_id]
+        stage = self.stages[stage_id]
         stage.cancel_timers()
         if stage.view is not None and stage.view.phase is not Phase.STOP:
             stage.view = board.stopping(stage.view, self._loop.time())
@@ -466,12 +409,8 @@ class Supervisor:
     def _boot_is_late(self) -> None:
         if self._state.is_ready or self.ready_at_s is not None:
             return
-        missing = ", ".join(
-            f"{stage.run.name} ({'not started' if stage.view is None else f'in phase {stage.view.phase}'})"
-            for stage in self._stages.values()
-            if stage.view is None or stage.view.ready_at_s is None
-        )
-        text = f"boot not finished after {self._timeouts.boot_s:g}s (boot deadline); waited for {missing}"
+        views = {stage.run.name: stage.view for stage in self.stages}
+        text = late_boot_text(views, self._timeouts.boot_s)
         failure = StageFailure(None, None, "deadline", text, self._timeouts.boot_s, ExitCode.BOOT_DEADLINE)
         self._say(f"FAILED: {text}")
         self._hooks.on_event(events.of_failure(failure))

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 
 from stagelaunch.core import board
 from stagelaunch.core import messages as m
 from stagelaunch.core.board import Due, Timeouts
-from stagelaunch.supervisor.stage import Stage
+from stagelaunch.supervisor.stage import Stage, Stages
 
 PINGS_PER_HEARTBEAT = 3
 ANSWER_S = 0.2
@@ -24,7 +24,7 @@ STACKS_S = 0.4
 class Watch:
     """``on_late`` is called from the loop, once for each time a stage is late."""
 
-    def __init__(self, stages: Collection[Stage], timeouts: Timeouts, on_late: Callable[[Stage, Due], None]) -> None:
+    def __init__(self, stages: Stages, timeouts: Timeouts, on_late: Callable[[Stage, Due], None]) -> None:
         self._loop = asyncio.get_running_loop()
         self._stages = stages
         self._timeouts = timeouts

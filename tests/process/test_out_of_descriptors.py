@@ -26,7 +26,7 @@ def test_an_accept_without_descriptors_is_said_once_and_no_bug(tmp_path: Path) -
 
     async def scenario() -> None:
         timeline = TimelineRecorder(tmp_path / "timeline", "site", "serial", ((0,),), said.append)
-        hooks = Hooks(said.append, nothing, nothing, nothing, nothing, nothing, timeline)
+        hooks = Hooks(said.append, nothing, nothing, nothing, nothing, nothing, timeline, nothing)
         policy = launch.LaunchPolicy(((0,),), launch.Order.SERIAL, None, launch.OnFailure.STOP)
         supervisor = Supervisor((), policy, Timeouts(1, 1, 1, 1, 1), Runtime(tmp_path), hooks)
         loop = asyncio.get_running_loop()

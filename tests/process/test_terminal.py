@@ -108,6 +108,14 @@ def test_ctrl_c_leaves_nothing_whatever_the_phase(site: Site, opened: list[Termi
     assert took_s < (4.0 if presses == 1 else 1.0) + 5.0
 
 
+def test_ctrl_c_that_ended_a_callback_of_the_import_system_is_taken_at_the_start() -> None:
+    # The callback is left with the lock it had taken: whatever thread imports then would wait for ever.
+    script = "import _imp; _imp.acquire_lock(); from stagelaunch.__main__ import main; main()"
+    command = [sys.executable, "-c", script, "schema"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=TIMEOUT_S)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "stagelaunch: interrupted\n")
+
+
 @pytest.mark.parametrize("presses", [1, 2, 3])
 def test_ctrl_c_right_after_the_start(site: Site, opened: list[Terminal], presses: int) -> None:
     terminal = Terminal(site)

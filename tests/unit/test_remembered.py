@@ -32,7 +32,7 @@ from stagelaunch.supervisor import grounds, remembered
 from stagelaunch.supervisor.lessons import Lessons
 from stagelaunch.supervisor.remembered import recall, remember
 from stagelaunch.supervisor.runtime import Runtime
-from stagelaunch.supervisor.stage import Stage
+from stagelaunch.supervisor.stage import Stages
 
 RUN = StageRun(
     "d", 3, "talker", "simulated", 1, "SIM-1", None, Path("/l"), 2.5, "e",
@@ -420,7 +420,9 @@ def test_an_engine_of_ones_own_is_known_by_its_file(tmp_path, monkeypatch) -> No
 def lessons(tmp_path):
     said: list[str] = []
     runs = (replace(KNOWN, reuse_plan=True), replace(RUN, name="b", stage_id=4))
-    stages = {run.stage_id: Stage(run, view=spawned(run.stage_id, run.name, 0.0)) for run in runs}
+    stages = Stages(runs)
+    for stage in stages:
+        stage.view = spawned(stage.run.stage_id, stage.run.name, 0.0)
     made = Lessons(Runtime(tmp_path), stages, lambda stage, text: said.append(text))
     return made, stages, tmp_path, said
 
