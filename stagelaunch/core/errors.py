@@ -198,8 +198,16 @@ class StageError(PlainError):
     """Worth one more try in a fresh process."""
 
 
+class EngineNotFoundError(StageError):
+    """The engine that the config names, or what it imports, is not installed here."""
+
+    exit_code = ExitCode.CONFIG
+
+
 class BudgetTooSmallError(StageError):
     """The KV cache cannot hold one request of max_model_len; the text names the budget that would do."""
+
+    exit_code = ExitCode.CONFIG
 
 
 class BudgetOvershootError(StageError):

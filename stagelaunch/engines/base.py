@@ -1,7 +1,8 @@
 """The protocol between a worker and the model it boots, and how an engine is found by name.
 
 The worker walks the phases, holds the locks and measures; an engine only does what it is told, on the device it is
-given. Engine authors implement ``Engine`` and name it in the config as ``engine: package.module:ClassName``.
+given. Engine authors implement ``Engine`` and name it in the config as ``engine: package.module:ClassName``;
+``docs/engine.md`` says how, ``configs/own_engine.py`` is a whole one.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Protocol, cast
 
 from stagelaunch.core.engine_spec import EngineSpec
-from stagelaunch.core.errors import StageError
+from stagelaunch.core.errors import EngineNotFoundError
 from stagelaunch.core.ledger import KVLayout
 
 if TYPE_CHECKING:
@@ -86,20 +87,38 @@ class Engine(Protocol):
 
 
 def import_engine(name: str) -> Callable[[EngineSpec], Engine]:
-    """The class called ``name``, with the modules its ``preload`` names imported: what stages share by being forked."""
+    """The class called ``name``, with the modules its ``preload`` names imported: what stages share by being forked.
+
+    EngineNotFoundError when it is not there, or what it imports is not. What else goes wrong in an import passes
+    through: that is the engine's own, and its traceback tells more.
+    """
     module_name, _, class_name = BUILT_IN.get(name, name).partition(":")
-    factory = getattr(import_module(module_name), class_name)
-    for module in getattr(factory, "preload", ()):
-        import_module(module)
+    try:
+        module = import_module(module_name)
+        factory = getattr(module, class_name, None)
+        for preload in getattr(factory, "preload", ()):
+            import_module(preload)
+    except ModuleNotFoundError as error:
+        raise EngineNotFoundError(f"cannot load engine {name!r}: {_missing(module_name, error)}") from error
+    if not callable(factory):
+        where = getattr(module, "__file__", None) or "built in"
+        raise EngineNotFoundError(
+            f"cannot load engine {name!r}: module {module_name} ({where}) has no class {class_name}; "
+            f"name a class that it has, as package.module:ClassName"
+        )
     return cast(Callable[[EngineSpec], Engine], factory)
 
 
+def _missing(module_name: str, error: ModuleNotFoundError) -> str:
+    """Whether the engine itself is not there, or something that it needs."""
+    if error.name is not None and f"{module_name}.".startswith(f"{error.name}."):
+        return (
+            f"{error}; put the directory it is in on PYTHONPATH (that of the config file is not searched), or install "
+            "it into this environment"
+        )
+    return f"what it imports is not there: {error}; install that into this environment"
+
+
 def create_engine(name: str, spec: EngineSpec) -> Engine:
-    """The engine called ``name``: a built-in one, or ``package.module:ClassName``. StageError if there is none."""
-    try:
-        factory = import_engine(name)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise StageError(
-            f"cannot load engine {name!r}: {error}; name one of {', '.join(BUILT_IN)} or package.module:ClassName"
-        ) from error
-    return factory(spec)
+    """The engine called ``name``: a built-in one, or ``package.module:ClassName``. Raises as ``import_engine`` does."""
+    return import_engine(name)(spec)

@@ -74,6 +74,8 @@ class Site:
     directory: Path
     stages: list[dict[str, Any]] = field(default_factory=three_stages)
     top: dict[str, Any] = field(default_factory=dict)
+    engines: Path = HERE
+    """Where its engines are imported from."""
 
     @property
     def config(self) -> Path:
@@ -96,7 +98,7 @@ class Site:
         return self.config
 
     def environment(self) -> dict[str, str]:
-        return {**os.environ, "PYTHONPATH": str(HERE), "COLUMNS": "200"}
+        return {**os.environ, "PYTHONPATH": str(self.engines), "COLUMNS": "200"}
 
     def start(self, *arguments: str) -> subprocess.Popen[str]:
         command = [sys.executable, "-m", "stagelaunch", *arguments]

@@ -225,7 +225,7 @@ def test_too_small_a_budget_says_what_would_do_before_any_kv_is_allocated(site: 
     del site.stages[0]["utilization"]
     site.stages[0] |= {"max_model_len": 100_000}
     ran = site.up()
-    assert ran.code == 1
+    assert ran.code == 78
     assert "stage alpha failed in phase size" in ran.stderr
     advice = ran.stderr.partition("give it a budget of at least ")[2]
     longest = int(advice.partition("max_model_len of at most ")[2].split()[0])

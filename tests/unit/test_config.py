@@ -466,6 +466,7 @@ def test_shipped_configs_are_good_and_point_to_the_schema(path: Path) -> None:
 
 def test_the_shipped_configs() -> None:
     assert [path.stem for path in CONFIGS] == [
+        "own-engine",
         "qwen3-omni-1x141gb",
         "qwen3-omni-2xh100",
         "qwen3-omni-tiny",
