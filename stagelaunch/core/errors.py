@@ -29,7 +29,7 @@ class ExitCode(IntEnum):
     TEMPORARY = 75
     """A lock or an admission timed out, or this deployment runs already. Trying later may work."""
     CONFIG = 78
-    """Config or checkpoint wrong, or a plan that can never fit."""
+    """Config or checkpoint wrong, an engine that is not installed, or a plan or budget that can never do."""
     BOOT_DEADLINE = 124
     INTERRUPTED = 130
 
@@ -43,7 +43,7 @@ EXIT_CODE_MEANINGS: dict[ExitCode, str] = {
     ExitCode.INTERNAL: "internal error: our bug",
     ExitCode.CLEANUP_INCOMPLETE: "clean-up incomplete: a process or device memory is left",
     ExitCode.TEMPORARY: "a lock or the admission timed out, or the deployment is running already",
-    ExitCode.CONFIG: "config or checkpoint wrong, or the plan can never fit",
+    ExitCode.CONFIG: "config or checkpoint wrong, an engine not installed, or a plan or budget that can never do",
     ExitCode.BOOT_DEADLINE: "the boot deadline passed",
     ExitCode.INTERRUPTED: "interrupted (Ctrl-C)",
 }

@@ -99,7 +99,7 @@ def import_engine(name: str) -> Callable[[EngineSpec], Engine]:
         for preload in getattr(factory, "preload", ()):
             import_module(preload)
     except ModuleNotFoundError as error:
-        raise EngineNotFoundError(f"cannot load engine {name!r}: {_missing(module_name, error)}") from error
+        raise EngineNotFoundError(f"cannot load engine {name!r}: {_missing(name, module_name, error)}") from error
     if not callable(factory):
         where = getattr(module, "__file__", None) or "built in"
         raise EngineNotFoundError(
@@ -109,14 +109,15 @@ def import_engine(name: str) -> Callable[[EngineSpec], Engine]:
     return cast(Callable[[EngineSpec], Engine], factory)
 
 
-def _missing(module_name: str, error: ModuleNotFoundError) -> str:
+def _missing(name: str, module_name: str, error: ModuleNotFoundError) -> str:
     """Whether the engine itself is not there, or something that it needs."""
     if error.name is not None and f"{module_name}.".startswith(f"{error.name}."):
         return (
             f"{error}; put the directory it is in on PYTHONPATH (that of the config file is not searched), or install "
             "it into this environment"
         )
-    return f"what it imports is not there: {error}; install that into this environment"
+    what = "pip install 'stagelaunch[torch]'" if name in BUILT_IN else "install that"
+    return f"what it imports is not there: {error}; {what} into this environment"
 
 
 def create_engine(name: str, spec: EngineSpec) -> Engine:

@@ -10,7 +10,7 @@ from stagelaunch.core.engine_spec import EngineSpec
 from stagelaunch.core.errors import EngineNotFoundError, ExitCode
 from stagelaunch.core.inventory import SimulatedMachine
 from stagelaunch.core.units import MIB
-from stagelaunch.engines.base import create_engine
+from stagelaunch.engines.base import BUILT_IN, create_engine
 
 ROOT = Path(__file__).parents[2]
 SPEC = EngineSpec("decoder", Path("none"), "float32", 4, 256, 64, 16, (4, 2, 1), {"layers": "3"})
@@ -40,6 +40,9 @@ def test_an_engine_that_cannot_be_loaded_says_what_is_missing(tmp_path: Path, mo
     # It is there, and what it needs is not.
     said = refusal("engine_here:Needy")
     assert "what it imports is not there: No module named 'no_such_library'; install that" in said
+    # The built-in one's are an extra of ours.
+    monkeypatch.setitem(BUILT_IN, "built-in", "engine_here:Needy")
+    assert "no_such_library'; pip install 'stagelaunch[torch]' into" in refusal("built-in")
     # Its own fault is told as such, not as an engine that is missing.
     with pytest.raises(AttributeError, match="no_such_name"):
         create_engine("engine_broken:Mine", SPEC)
