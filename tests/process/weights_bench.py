@@ -198,6 +198,7 @@ def child(path: Path, stage: str, way: str) -> None:
     tensors = touched(plan)
     print("can begin", flush=True)
     sys.stdin.readline()
+    before = fetched_bytes()
     match way:
         case "own ranges":
             ours(plan, tensors, Reading())
@@ -208,11 +209,18 @@ def child(path: Path, stage: str, way: str) -> None:
                 for name in file.keys():  # noqa: SIM118
                     tensor = file.get_tensor(name)
                     tensors[name].view(torch.uint8).copy_(tensor) if name in tensors else tensor.clone()
-    print("done", flush=True)
+    print(f"done {fetched_bytes() - before}", flush=True)
 
 
-def three_stages(path: Path, way: str, pause_s: float) -> dict[str, float]:
-    """When each of the three had what it needs, in seconds from the moment they all could begin."""
+def fetched_bytes() -> int:
+    """What this process has had fetched from disks so far, readahead included."""
+    lines = Path("/proc/self/io").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("read_bytes:"))
+
+
+def three_stages(path: Path, way: str, pause_s: float) -> tuple[dict[str, float], int]:
+    """When each of the three had what it needs, in seconds from the moment they all could begin; the bytes that were
+    fetched from the disk for that, by all."""
     command = [sys.executable, __file__, "child", "--file", str(path), "--way", way, "--stage"]
     children = {
         stage: subprocess.Popen([*command, stage], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
@@ -228,25 +236,28 @@ def three_stages(path: Path, way: str, pause_s: float) -> dict[str, float]:
         assert process.stdin is not None
         process.stdin.write("go\n")
         process.stdin.flush()
-    ready = {}
+    ready, fetched = {}, 0
     for stage in reversed(SHARES):
         stdout = children[stage].stdout
         assert stdout is not None
-        assert stdout.readline() == "done\n"
+        word, _, count = stdout.readline().partition(" ")
+        assert word == "done"
         ready[stage] = time.perf_counter() - began_s
+        fetched += int(count)
     for process in children.values():
         process.communicate()
-    return ready
+    return ready, fetched
 
 
 def bench_shared_file(path: Path, rounds: int, pause_s: float) -> None:
+    fetched: dict[str, int] = {}
     all_ready: dict[str, list[float]] = {}
     small_ready: dict[str, list[float]] = {}
     names = {"everything, direct": "each everything, around the cache", "everything": "each everything, by safetensors",
              "own ranges": "ours: each its own ranges"}  # fmt: skip
     for _ in range(rounds):
         for way in random.sample(list(names), len(names)):
-            ready = three_stages(path, way, pause_s)
+            ready, fetched[names[way]] = three_stages(path, way, pause_s)
             all_ready.setdefault(names[way], []).append(max(ready.values()))
             small_ready.setdefault(names[way], []).append(ready["code2wav"])
         for name, times, share in ((DISK_ALL, all_ready, 1000), (DISK_SMALL, small_ready, SHARES["code2wav"])):
@@ -262,6 +273,9 @@ def bench_shared_file(path: Path, rounds: int, pause_s: float) -> None:
     print("until code2wav is ready: part of the first's whole")
     small = {"ours: code2wav": small_ready[names["own ranges"]], DISK_SMALL: small_ready[DISK_SMALL]}
     show({base: all_ready[base], **small}, base, "target 0.01")
+    print("fetched from the disk: times the file's size, in the last round")
+    for name, count in fetched.items():
+        print(f"  {name:<44} {count / path.stat().st_size:7.3f}")
 
 
 def bench_prefetch(path: Path, rounds: int, pause_s: float) -> None:
