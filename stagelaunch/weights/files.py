@@ -93,7 +93,10 @@ def _open(shard: Path, *, direct: bool) -> int:
         if direct and error.errno == errno.EINVAL:
             text = "cannot be opened for direct reads: its file system has none; set the stage's weights.backend to"
             raise fault(shard, f"{text} buffered") from error
-        raise fault(shard, f"cannot be opened: {error.strerror}; it was there when the boot began") from error
+        what = "it was there when the boot began"
+        if error.errno in (errno.EMFILE, errno.ENFILE):
+            what = "all shards are open while they are read; raise the limit of open files (ulimit -n)"
+        raise fault(shard, f"cannot be opened: {error.strerror}; {what}") from error
     with suppress(OSError):
         # Twice the reading ahead. Pipes and the like refuse it.
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_SEQUENTIAL)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 from collections.abc import Callable, Sequence
 from math import prod
 from pathlib import Path
@@ -271,6 +272,16 @@ def test_a_file_that_is_gone_while_it_is_open(
         with pytest.raises(CheckpointError, match=f"{name}: cannot be looked at: Stale file handle"):
             fill(two_shards[0], empty(two_shards[0]), HostUploader(), quiet, Reading(Backend.BUFFERED))
     assert os.listdir("/proc/self/fd") == before
+
+
+def test_too_few_descriptors_are_said_as_such(two_shards: tuple[WeightPlan, dict[str, bytes]]) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (0, hard))
+    try:
+        with pytest.raises(CheckpointError, match=r"one: cannot be opened: Too many open files; .*ulimit -n"):
+            fill(two_shards[0], empty(two_shards[0]), None, quiet)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def test_a_copy_that_fails_closes_the_file(two_shards: tuple[WeightPlan, dict[str, bytes]]) -> None:
