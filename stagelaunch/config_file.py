@@ -8,7 +8,7 @@ from __future__ import annotations
 import difflib
 import os
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +37,12 @@ class LoadedDeployment:
     def model_dir(self) -> Path:
         """Directory of the checkpoint."""
         return self._resolve(self.deployment.model)
+
+    def with_model_as_it_is(self) -> LoadedDeployment:
+        """The same, with the directory that the checkpoint's path leads to now: a link that is turned to another
+        version while stages boot must not give stages of both."""
+        model = os.path.realpath(self.model_dir)
+        return replace(self, deployment=self.deployment.model_copy(update={"model": model}))
 
     @property
     def lock_dir(self) -> Path:

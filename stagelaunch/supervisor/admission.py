@@ -62,6 +62,7 @@ async def admit(
     AlreadyRunningError.
     """
     _refuse_several_devices(loaded)
+    loaded = await asyncio.to_thread(loaded.with_model_as_it_is)
     plans = await asyncio.to_thread(check_checkpoint, loaded)
     requests = need_requests(loaded, auto_only=True)
     needs = await ask_needs(requests, FORECAST_TIMEOUT_S) if requests else NO_NEEDS

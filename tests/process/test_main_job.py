@@ -12,9 +12,10 @@ from deployments import ROOT, Site
 
 def test_three_real_stages_boot_answer_and_leave_nothing(tmp_path: Path, tiny_checkpoint: Path) -> None:
     shipped = yaml.safe_load((ROOT / "configs" / "qwen3-omni-tiny.yaml").read_text())
+    (tmp_path / "current").symlink_to(tiny_checkpoint)
     own = {
         "name": "site",
-        "model": str(tiny_checkpoint),
+        "model": "current",
         "simulated": {**shipped["simulated"], "file": "devices"},
         "lock_dir": "locks",
         "runtime_dir": "run",
@@ -39,6 +40,8 @@ def test_three_real_stages_boot_answer_and_leave_nothing(tmp_path: Path, tiny_ch
 
     log = site.run("logs", config, "talker").stdout.splitlines()
     assert (log[0].startswith("---- "), log[1].startswith("weights: ")) == (True, True)
+    # Not by the link, which may lead to another version by the time a stage reads.
+    assert f"read from {tiny_checkpoint.resolve()} (" in log[1]
 
     results = json.loads(site.run("probe", config, "--json").stdout)
     assert [(r["stage"], r["through_graph"], r["max_abs_diff"]) for r in results] == [
