@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
+from stagelaunch.supervisor import session as session_module
 from stagelaunch.supervisor.look import Looks
+from stagelaunch.supervisor.session import Session
 
 
 def test_one_look_that_hangs_is_shared_and_given_up_and_not_waited_for_at_the_end() -> None:
@@ -55,3 +59,17 @@ def test_a_look_returns_or_raises_to_all_who_asked_and_the_next_one_looks_again(
 
     assert [str(error) for error in asyncio.run(scenario())] == ["changed", "changed"]
     assert count == 2
+
+
+def test_a_restart_is_refused_while_the_disk_of_its_weights_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+    let_go = threading.Event()
+    monkeypatch.setattr(session_module, "require_unchanged", lambda stamps: let_go.wait(60))
+    monkeypatch.setattr(session_module, "WEIGHTS_LOOK_S", 0.01)
+    session = cast(Any, Session.__new__(Session))
+    session._deployment = SimpleNamespace(stages=[SimpleNamespace(id=3, name="talker")])
+    session._admitted = SimpleNamespace(weight_plans={3: SimpleNamespace(stamps={})})
+    session._looks = Looks()
+    session._supervisor = SimpleNamespace(request_restart=pytest.fail)
+    refusal = asyncio.run(session._request_restart("talker"))
+    assert "the disk does not answer within 0.01s; the stage runs on" in refusal
+    let_go.set()
