@@ -149,7 +149,7 @@ def _weights_bytes(loaded: LoadedDeployment) -> tuple[Mapping[int, int], Checkpo
     stages = [stage for stage in loaded.deployment.stages if stage.engine == ENGINE_QWEN3_OMNI]
     if not stages:
         return {}, None
-    if not loaded.model_dir.exists():
+    if _is_not_there_yet(loaded.model_dir):
         click.echo(f"note: planned without weight sizes: no checkpoint in {loaded.model_dir}", err=True)
         return {}, None
     try:
@@ -158,3 +158,14 @@ def _weights_bytes(loaded: LoadedDeployment) -> tuple[Mapping[int, int], Checkpo
         return {}, error
     by_component = index.component_bytes()
     return {stage.id: by_component[stage.component] for stage in stages if stage.component in by_component}, None
+
+
+def _is_not_there_yet(directory: Path) -> bool:
+    try:
+        directory.stat()
+    except FileNotFoundError:
+        return True
+    except OSError:
+        # A path that no directory can come to have: the reader says what is wrong with it.
+        return False
+    return False

@@ -285,8 +285,10 @@ def _too_heavy(
         weights, budget = weights_bytes.get(stage.id, 0), sum(parts)
         margin = sum(map(margin_bytes, parts))
         if len(parts) == len(stage.devices) and weights + margin > budget:
+            # Those of an engine that is not ours are not known.
+            what = f"weights take {format_size(weights)} and its margin" if weights else "margin takes"
             texts.append(
-                f"stage {stage.id} ({stage.name}): its weights take {format_size(weights)} and its margin "
-                f"{format_size(margin)}, its budget is {format_size(budget)}; raise the budget or use larger devices"
+                f"stage {stage.id} ({stage.name}): its {what} {format_size(margin)}, its budget is "
+                f"{format_size(budget)}; raise the budget or use larger devices"
             )
     return texts

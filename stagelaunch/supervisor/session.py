@@ -35,6 +35,7 @@ from stagelaunch.supervisor.control_socket import Handlers
 from stagelaunch.supervisor.endings import ending, note_failure
 from stagelaunch.supervisor.events import EventLog
 from stagelaunch.supervisor.logs import StageLogs, put_aside_large
+from stagelaunch.supervisor.look import Looks
 from stagelaunch.supervisor.own_run import sweep_strays
 from stagelaunch.supervisor.prefetch import Prefetch
 from stagelaunch.supervisor.reload import reload_file
@@ -49,6 +50,8 @@ from stagelaunch.system import log_file, tree
 from stagelaunch.system.locks import LockDirectory, sweep
 from stagelaunch.weights.files import require_unchanged
 
+WEIGHTS_LOOK_S = 5.0
+"""How long whoever asks for a restart waits for the disk: less than `stagelaunch restart` waits for its answer."""
 STATUS_DRIVER_S = 5.0
 """How long `status` waits for the driver: less than its caller waits for `status`."""
 
@@ -102,6 +105,7 @@ class Session:
         self.asked_to_stop = False
         """By anybody, also when every stage was over already."""
         self._tasks: set[asyncio.Task[None]] = set()
+        self._looks = Looks()
         self._prefetch = Prefetch.of(self._deployment, admitted.weight_plans)
         policy = launch_policy(self._deployment, self._stop_plan)
         self._timeline = TimelineRecorder(
@@ -244,9 +248,14 @@ class Session:
         plan = None if stage_id is None else self._admitted.weight_plans.get(stage_id)
         if plan is not None:
             try:
-                await asyncio.to_thread(require_unchanged, plan.stamps)
+                await self._looks.take(stage_id, lambda: require_unchanged(plan.stamps), WEIGHTS_LOOK_S)
             except CheckpointError as error:
                 return str(error)
+            except TimeoutError:
+                within = f"within {format_duration(WEIGHTS_LOOK_S)}"
+                return f"cannot look at its weights: the disk does not answer {within}; the stage runs on, try again"
+            except RuntimeError as error:
+                return f"cannot look at its weights: {error}; the stage runs on, try again"
         return self._supervisor.request_restart(name)
 
     def _dump(self) -> None:

@@ -31,9 +31,17 @@ def dump_threads_on_quit(path: Path, then: Callable[[], None] = lambda: None) ->
             faulthandler.dump_traceback(_stacks[0], all_threads=True)
         then()
 
+    loop = asyncio.get_running_loop()
+
+    def on_quit(*_: object) -> None:
+        # A loop that is closed has its last words said by others.
+        with contextlib.suppress(RuntimeError):
+            loop.call_soon_threadsafe(dump)
+
     # Taken back first: registered twice, the second time would change nothing.
     faulthandler.unregister(signal.SIGQUIT)
-    asyncio.get_running_loop().add_signal_handler(signal.SIGQUIT, dump)
+    # Not as a handler of the loop, which is taken back with it: the signal would kill who says how it ended.
+    signal.signal(signal.SIGQUIT, on_quit)
     with contextlib.suppress(OSError):
         # A FIFO there would wait for a reader.
         new = os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NONBLOCK, 0o644), "w")

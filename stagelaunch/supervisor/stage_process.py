@@ -97,9 +97,17 @@ class StageProcess:
         if self.pid is None:
             self._forked.dump_imports()
             return
+        at_s = self._loop.time() + answer_s
+        if self._quit is not None:
+            # Asked before: it has no longer for that, or one that is late would be given up without its stacks.
+            at_s = min(at_s, self._quit.when())
         self._cancel_quit()
         self.send(m.DumpStacks())
-        self._quit = self._loop.call_later(answer_s, self._signal, signal.SIGQUIT)
+        self._quit = self._loop.call_at(at_s, self._send_quit)
+
+    def _send_quit(self) -> None:
+        self._quit = None
+        self._signal(signal.SIGQUIT)
 
     def _cancel_quit(self) -> None:
         if self._quit is not None:

@@ -189,6 +189,13 @@ def test_a_damaged_checkpoint_is_refused_and_one_that_is_not_there_yet_is_noted(
     assert inline("plan", path).stdout.endswith("verdict: the checkpoint is damaged\n")
 
 
+@pytest.mark.parametrize(("model", "text"), [("m" * 300, "File name too long"), ("loop", "levels of symbolic links")])
+def test_a_checkpoint_whose_path_cannot_be_is_refused(place: Path, inline: Inline, model: str, text: str) -> None:
+    (place / "work" / "loop").symlink_to("loop")
+    done = inline("plan", config(place, model=model), "--json")
+    assert (done.returncode, text in done.stderr, plan_json(done)["fits"]) == (78, True, False)
+
+
 def test_plan_touches_nothing(place: Path) -> None:
     path = config(place, lock_dir=str(place / "locks"), runtime_dir=str(place / "run" / "deep"))
     before = listing(place)

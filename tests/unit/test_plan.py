@@ -101,6 +101,8 @@ def test_weights_larger_than_the_budget_can_never_fit() -> None:
     assert isinstance(refusal(plan), NeverFitsError)
     (finding,) = plan.findings
     assert finding.startswith("stage 0 (thinker): its weights take 73.00 GiB and its margin 368.64 MiB, its budget is")
+    (*_, small) = make_plan(H100, {0: GIB // 8, 1: totals[1]}).over_full
+    assert small.startswith("stage 0 (thinker): its margin takes 150.00 MiB, its budget is")
     assert "73.00 GiB" in render_plan(plan)
 
 
