@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import sys
+import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -36,8 +38,13 @@ def report(target: str | None, json_file: Path | None, trace_file: Path | None, 
         raise UsageError("only one of --json and --trace can go to stdout: name a file for the other")
     runtime = find_target(target, runtime_dir).runtime if target is not None else _only_one(runtime_dir)
     timeline = _read(runtime)
-    if timeline.state in ("booting", "ready") and runtime.live_pid() is None:
-        click.echo(f"stagelaunch: {timeline.deployment}: its supervisor is gone; this is what it wrote last", err=True)
+    if timeline.state in ("booting", "ready"):
+        if runtime.live_pid() is None:
+            said = f"{timeline.deployment}: its supervisor is gone; this is what it wrote last"
+            click.echo(f"stagelaunch: {said}", err=True)
+        else:
+            # Written when something happens; what is under way goes on.
+            timeline = replace(timeline, as_of_s=max(timeline.as_of_s, time.time() - timeline.started_at))
     if STDOUT not in (json_file, trace_file):
         click.echo(render(timeline))
     written = [
@@ -51,8 +58,9 @@ def _only_one(runtime_dir: Path | None) -> Runtime:
     found = [runtime for runtime in list_runtimes(runtime_dir) if runtime.timeline.exists()]
     if len(found) == 1:
         return found[0]
-    names = ", ".join(runtime.directory.name for runtime in found)
-    raise UsageError(f"name a deployment: {names}" if names else "name a deployment: none has booted here")
+    if not found:
+        raise NotRunningError("cannot report: no deployment has booted here; name one, or its config file")
+    raise UsageError(f"name a deployment: {', '.join(runtime.directory.name for runtime in found)}")
 
 
 def _read(runtime: Runtime) -> Timeline:

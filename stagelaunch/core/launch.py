@@ -205,7 +205,7 @@ def _fail(state: LaunchState, failure: Failure, otherwise: StageState) -> Launch
     """The stage is started again if it may be; else it is ``otherwise``, and its failure counts."""
     assert failure.stage_id is not None
     stage_id, at_s = failure.stage_id, failure.at_s
-    restart_at_s = state.restart_at(stage_id, at_s)
+    restart_at_s = None if failure.is_final else state.restart_at(stage_id, at_s)
     if restart_at_s is None:
         return _record(_put(state, (stage_id,), otherwise), failure, stopping=False)
     granted = (*state.restarts.get(stage_id, ()), at_s)

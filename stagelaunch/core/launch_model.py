@@ -94,6 +94,8 @@ class Failure:
     stage_id: int | None
     cause: object
     at_s: float
+    is_final: bool = False
+    """Started again, the stage would only fail again."""
 
 
 # Events: what a driver reports. Every time is monotonic.

@@ -54,6 +54,9 @@ def restart_text(state: LaunchState, stage_id: int, now_s: float) -> str:
     return f"is started again in {pause} ({budget} within {within}; {len(granted)} since the start)"
 
 
+FINAL_TEXT = "is not started again: it would only fail again"
+
+
 def used_up_text(allowed: RestartBudget) -> str:
     """Why what failed is not started again once more."""
     within = format_duration(allowed.within_s)

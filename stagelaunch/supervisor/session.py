@@ -270,7 +270,7 @@ class Session:
             where = "never started" if view is None else f"in phase {view.phase} for {_since(view.phase_began_s)}"
             self._say(f"  stage {self._deployment.stage(stage_id).name}: {state.stages[stage_id]}, {where}")
         self._supervisor.stages.dump_stacks()
-        self._say(f"  the stacks of the stages are in {self._runtime.logs}")
+        self._say(f"  the stacks of the stages are in {self._runtime.logs}, of imports in {self._runtime.imports_log}")
 
     # What the supervisor tells and asks.
 

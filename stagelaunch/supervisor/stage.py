@@ -169,7 +169,8 @@ class Stages:
             process.send(message)
 
     def dump_stacks(self) -> None:
-        """Every stage writes the stacks of its threads to its log, and goes on."""
+        """Every stage writes the stacks of its threads to its log, and goes on; while libraries are imported for it,
+        those of the import to that log."""
         for stage in self:
-            if stage.answers and stage.process is not None:
+            if stage.process is not None and (stage.answers or stage.pid is None):
                 stage.process.dump_stacks(STACKS_ANSWER_S)

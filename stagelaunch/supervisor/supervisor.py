@@ -22,7 +22,7 @@ from stagelaunch.core.errors import ExitCode, StagelaunchError
 from stagelaunch.core.events import EventKind, News
 from stagelaunch.core.failure import StageFailure
 from stagelaunch.core.launch import LaunchResult, LaunchState
-from stagelaunch.core.narrate import late_boot_text, narrate, restart_text, stop_text, used_up_text
+from stagelaunch.core.narrate import FINAL_TEXT, late_boot_text, narrate, restart_text, stop_text, used_up_text
 from stagelaunch.core.phases import Phase
 from stagelaunch.core.restarts import RestartBudget
 from stagelaunch.core.run_spec import StageRun
@@ -226,8 +226,12 @@ class Supervisor:
         first, allowed = now.first_failure, now.policy.restarts
         if first is not None and before.first_failure is None and isinstance(first.cause, StageFailure):
             self._hooks.on_failure(first.cause)
-            if allowed and first.stage_id is not None and before.is_out_of_restarts(first.stage_id, first.at_s):
-                self._say_of(self.stages[first.stage_id], used_up_text(allowed))
+            if allowed and first.stage_id is not None and before.was_ready:
+                stage = self.stages[first.stage_id]
+                if first.is_final:
+                    self._say_of(stage, FINAL_TEXT)
+                elif before.is_out_of_restarts(first.stage_id, first.at_s):
+                    self._say_of(stage, used_up_text(allowed))
         if now.mode is launch.Mode.STOPPING and before.mode is not launch.Mode.STOPPING:
             self._hooks.on_event(News(EventKind.STOPPING, more={"reason": stop_text(now)}))
             self._hooks.on_stopping()
@@ -366,7 +370,9 @@ class Supervisor:
         self._dispatch(launch.StageFailed(stage.run.stage_id, self._as_first(stage, failure), now_s))
 
     def _as_first(self, stage: Stage, failure: StageFailure) -> launch.Failure:
-        return launch.Failure(stage.run.stage_id, failure, self._loop.time())
+        # What is wrong with the config or the checkpoint stays so.
+        is_final = failure.exit_code is ExitCode.CONFIG
+        return launch.Failure(stage.run.stage_id, failure, self._loop.time(), is_final)
 
     def _on_exit(self, stage: Stage, code: int | None) -> None:
         stage.drop_probes()

@@ -17,6 +17,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from stagelaunch.system.log_file import heading
 from stagelaunch.system.regular import open_log
 
 if TYPE_CHECKING:
@@ -49,6 +50,8 @@ class Output:
     def dump_stacks(self) -> None:
         """Write the stacks of all threads to the file. Called by a thread that has the interpreter: no other one runs
         while its frames are read. A signal handler reads them whatever they do."""
+        with suppress(OSError):
+            os.write(2, f"{heading('stacks of all threads, asked for')}\n".encode())
         faulthandler.dump_traceback(file=2, all_threads=True)
 
     def reopen(self) -> None:

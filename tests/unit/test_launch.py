@@ -1,6 +1,7 @@
 """Event histories as data: what each event makes the brain command."""
 
 import pickle
+from dataclasses import replace
 
 import pytest
 
@@ -396,6 +397,13 @@ def test_a_restart_that_does_not_fit_counts_as_one_that_failed():
     assert heard[6:8] == [[WakeAt(13)], [AdmitStage(1)]]
     assert state.first_failure == oom(1, 14)
     assert state.stages[1] is StageState.ENDED
+
+
+def test_what_would_only_fail_again_is_not_restarted():
+    final = replace(oom(1, 10), is_final=True)
+    state, heard = play(HEALING, *ALL_READY, StageFailed(1, final, 10))
+    assert heard[-1] == [AskStage(0), AskStage(2), TerminateStage(1), WakeAt(11)]
+    assert (state.first_failure, state.restarts) == (final, {})
 
 
 def test_a_boot_that_fails_is_not_restarted():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -22,6 +23,7 @@ from stagelaunch.core.timeline_text import render, report_json
 from stagelaunch.core.trace import to_trace
 from stagelaunch.core.units import MIB
 from stagelaunch.supervisor import timeline as recording
+from stagelaunch.supervisor.runtime import Runtime
 from stagelaunch.supervisor.timeline import TimelineRecorder
 
 ZERO_S = 100.0
@@ -243,6 +245,20 @@ def test_the_command_finds_the_only_one_and_writes_what_it_is_asked_for(
     nowhere = str(tmp_path / "none" / "trace")
     assert main(["report", "omni", "--runtime-dir", str(tmp_path), "--trace", nowhere]) == 75
     assert f"cannot write --trace {nowhere}: No such file" in capsys.readouterr().err
+
+
+def test_what_is_under_way_goes_on_until_now_while_its_supervisor_lives(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    booting = replace(
+        BOOT, attempts=(stage(1, "talker", 1, 0.0, *load(1, 4)[:1]),), as_of_s=2.0, state="booting", boot_s=None
+    )
+    write(tmp_path / "omni" / "timeline.json", json.dumps(tl.to_json(booting)))
+    monkeypatch.setattr(time, "time", lambda: booting.started_at + 30)
+    for pid, until in ((None, "2.00s"), (7, "30.00s")):
+        monkeypatch.setattr(Runtime, "live_pid", lambda _, pid=pid: pid)
+        assert main(["report", "omni", "--runtime-dir", str(tmp_path)]) == 0
+        assert f"booting, not booted, as of {until}" in capsys.readouterr().out
 
 
 def with_first_phase(body: dict[str, Any], **what: Any) -> str:
