@@ -16,14 +16,23 @@ from stagelaunch.core.budgets import Forecasts
 from stagelaunch.core.claims import Claim, unattributed_bytes
 from stagelaunch.core.config import Deployment, Stage
 from stagelaunch.core.engine_spec import spec_of
-from stagelaunch.core.errors import AlreadyRunningError, ConfigError, DoesNotFitNowError, Fault, NoDeviceError
+from stagelaunch.core.errors import (
+    AlreadyRunningError,
+    CheckpointError,
+    ConfigError,
+    DoesNotFitNowError,
+    Fault,
+    NoDeviceError,
+)
 from stagelaunch.core.identity import same_devices
 from stagelaunch.core.inventory import DeviceInfo, SimulatedMachine, machine_name
 from stagelaunch.core.need import NO_NEEDS
 from stagelaunch.core.plan import Plan, device_holders, make_plan_now, refusal
 from stagelaunch.core.run_spec import StageRun
+from stagelaunch.core.units import format_duration
 from stagelaunch.devices.query import query_devices
 from stagelaunch.supervisor.forecast import FORECAST_TIMEOUT_S, ask_needs, forecasts_of, need_requests
+from stagelaunch.supervisor.look import begin
 from stagelaunch.supervisor.runtime import Runtime
 from stagelaunch.supervisor.waiting import POLL_S, Patience, with_patience
 from stagelaunch.supervisor.weight_plans import check_checkpoint
@@ -62,8 +71,7 @@ async def admit(
     AlreadyRunningError.
     """
     _refuse_several_devices(loaded)
-    loaded = await asyncio.to_thread(loaded.with_model_as_it_is)
-    plans = await asyncio.to_thread(check_checkpoint, loaded)
+    loaded, plans = await _look_at_checkpoint(loaded)
     requests = need_requests(loaded, auto_only=True)
     needs = await ask_needs(requests, FORECAST_TIMEOUT_S) if requests else NO_NEEDS
     forecasts = forecasts_of(needs, machine)
@@ -74,6 +82,18 @@ async def admit(
             return await _admit_now(loaded, machine, runtime, lock_dir, held, plans, forecasts)
 
     return await with_patience(patience, attempt)
+
+
+async def _look_at_checkpoint(loaded: LoadedDeployment) -> tuple[LoadedDeployment, dict[int, WeightPlan]]:
+    """As long as a boot may take: a disk, or a network, may never answer."""
+    wait_s = loaded.deployment.timeouts.boot_s
+    try:
+        async with asyncio.timeout(wait_s):
+            loaded = await begin(loaded.with_model_as_it_is)
+            return loaded, await begin(lambda: check_checkpoint(loaded))
+    except TimeoutError:
+        text = f"cannot be looked at: the disk does not answer within {format_duration(wait_s)}; check what is mounted"
+        raise CheckpointError((Fault(str(loaded.model_dir), None, None, f"{text} there"),)) from None
 
 
 async def _admit_now(

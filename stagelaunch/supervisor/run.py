@@ -30,6 +30,7 @@ from stagelaunch.supervisor.endings import note_begin, note_ending, note_outcome
 from stagelaunch.supervisor.events import EventLog
 from stagelaunch.supervisor.grounds import with_grounds
 from stagelaunch.supervisor.leftovers import clear_leftovers
+from stagelaunch.supervisor.look import begin
 from stagelaunch.supervisor.notify import NotifySocket
 from stagelaunch.supervisor.reload import reload_file
 from stagelaunch.supervisor.runtime import Runtime, writable, write_atomically
@@ -175,7 +176,7 @@ class _Rounds:
         return lock_dir, admitted
 
     async def _with_what_is_remembered(self, admitted: Admitted) -> Admitted:
-        runs = await asyncio.to_thread(with_grounds, admitted.runs, admitted.devices, os.environ)
+        runs = await begin(lambda: with_grounds(admitted.runs, admitted.devices, os.environ))
         recalled = remembered.recall(self._runtime.remembered, runs, reuse=self._options.reuse_plan)
         for remark in recalled.remarks:
             self._say(remark)

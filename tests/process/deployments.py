@@ -8,11 +8,12 @@ import re
 import select
 import subprocess
 import sys
+import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import IO, Any
 
 import pytest
 import yaml
@@ -67,6 +68,32 @@ def is_gone(pid: int) -> bool:
         os.close(fd)
 
 
+class Command(subprocess.Popen[str]):
+    """A command whose output may be read line by line before the rest is."""
+
+    def communicate(self, input: str | None = None, timeout: float | None = None) -> tuple[str, str]:
+        """The rest. The standard one knows nothing of what was read ahead for the lines before: it would be lost."""
+        rest = ["", ""]
+
+        def read(number: int, stream: IO[str]) -> None:
+            rest[number] = stream.read()
+
+        streams = [
+            (n, each) for n, each in enumerate((self.stdout, self.stderr)) if each is not None and not each.closed
+        ]
+        threads = [threading.Thread(target=read, args=pair, daemon=True) for pair in streams]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(timeout)
+            if thread.is_alive():
+                raise subprocess.TimeoutExpired(self.args, timeout or 0.0)
+        for _, stream in streams:
+            stream.close()
+        self.wait(timeout)
+        return rest[0], rest[1]
+
+
 @dataclass
 class Site:
     """One deployment with files of its own: config, locks, runtime directory and simulated devices."""
@@ -100,9 +127,9 @@ class Site:
     def environment(self) -> dict[str, str]:
         return {**os.environ, "PYTHONPATH": str(self.engines), "COLUMNS": "200"}
 
-    def start(self, *arguments: str) -> subprocess.Popen[str]:
+    def start(self, *arguments: str) -> Command:
         command = [sys.executable, "-m", "stagelaunch", *arguments]
-        return subprocess.Popen(
+        return Command(
             command, cwd=ROOT, env=self.environment(), text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
         )
 

@@ -43,12 +43,8 @@ class Up:
         return {stage["name"]: stage for stage in body["stages"]}
 
     def finish(self) -> Ran:
-        # Not communicate: it knows nothing of what was read ahead for the lines before.
-        assert self.process.stderr is not None
-        self.lines += self.process.stderr
-        assert self.process.stdout is not None
-        self.process.stdout.close()
-        return Ran(self.process.wait(60), "", "".join(self.lines))
+        _, stderr = self.process.communicate(timeout=60)
+        return Ran(self.process.returncode, "", "".join(self.lines) + stderr)
 
 
 def test_a_stage_that_dies_is_started_again_alone_until_it_does_not_fit_any_more(site: Site) -> None:

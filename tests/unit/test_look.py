@@ -9,6 +9,8 @@ from typing import Any, cast
 
 import pytest
 
+from stagelaunch.core.errors import CheckpointError
+from stagelaunch.supervisor import admission
 from stagelaunch.supervisor import session as session_module
 from stagelaunch.supervisor.look import Looks
 from stagelaunch.supervisor.session import Session
@@ -72,4 +74,17 @@ def test_a_restart_is_refused_while_the_disk_of_its_weights_hangs(monkeypatch: p
     session._supervisor = SimpleNamespace(request_restart=pytest.fail)
     refusal = asyncio.run(session._request_restart("talker"))
     assert "the disk does not answer within 0.01s; the stage runs on" in refusal
+    let_go.set()
+
+
+def test_a_boot_from_a_disk_that_does_not_answer_ends_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    let_go = threading.Event()
+    monkeypatch.setattr(admission, "check_checkpoint", lambda _: let_go.wait(60))
+    loaded = SimpleNamespace(deployment=SimpleNamespace(timeouts=SimpleNamespace(boot_s=0.05)), model_dir="/models/x")
+    loaded.with_model_as_it_is = lambda: loaded
+    with pytest.raises(
+        CheckpointError, match=r"/models/x: cannot be looked at: the disk does not answer within 0\.05s"
+    ):
+        asyncio.run(admission._look_at_checkpoint(cast(Any, loaded)))
+    assert not let_go.is_set()
     let_go.set()
