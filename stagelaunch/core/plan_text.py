@@ -143,4 +143,5 @@ def _verdict(plan: Plan) -> str:
     if plan.not_now or plan.claimed:
         short = sum(1 for device in plan.devices if device.verdict.fits and device.free and device.free.shortfall_bytes)
         return f"does not fit now ({_count(short, 'device')} short)"
-    return "fits"
+    unknown = sum(1 for stage in plan.stages if stage.forecast_error)
+    return f"fits, as far as is known ({_count(unknown, 'stage')} without a forecast)" if unknown else "fits"

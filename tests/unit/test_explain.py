@@ -15,6 +15,7 @@ from stagelaunch.core.ledger import KVLayout
 from stagelaunch.core.need import StageNeed
 from stagelaunch.core.plan import Plan, make_plan, refusal
 from stagelaunch.core.plan_json import plan_to_json
+from stagelaunch.core.plan_text import render_plan
 from stagelaunch.core.units import GIB, MIB
 
 THINKER = KVLayout(48, 4, 128, 2, 16)
@@ -67,8 +68,10 @@ def test_a_stage_without_kv_and_the_rest_of_the_device(deployment: Deployment) -
 
 
 def test_a_stage_without_a_forecast_says_why(deployment: Deployment) -> None:
-    text = render_explanation(planned(deployment, {0: NEEDS[0]}, s1="its engine needs data"))
+    plan = planned(deployment, {0: NEEDS[0]}, s1="its engine needs data")
+    text = render_explanation(plan)
     assert "stage talker: no forecast: its engine needs data" in text
+    assert render_plan(plan).splitlines()[-1].startswith("verdict: fits, as far as is known (")
     assert columns(text, "1 talker")["budget"] == "-"
 
 
