@@ -305,7 +305,13 @@ def test_what_is_no_timeline_is_one_clear_error(tmp_path: Path, capsys: pytest.C
 def test_a_deployment_without_a_timeline_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["report", "omni", "--runtime-dir", str(tmp_path)]) == 1
     assert "cannot report on omni: it has started no stage" in capsys.readouterr().err
+    assert main(["report", "--runtime-dir", str(tmp_path)]) == 1
+    assert "no deployment has booted here" in capsys.readouterr().err
+    for name in ("alpha", "beta"):
+        write(tmp_path / name / "timeline.json", "{}")
+        write(tmp_path / name / "state.json", "{}")
     assert main(["report", "--runtime-dir", str(tmp_path)]) == 64
+    assert "name a deployment: alpha, beta" in capsys.readouterr().err
 
 
 # The recorder.
