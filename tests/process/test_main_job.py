@@ -6,11 +6,14 @@ import json
 import os
 from pathlib import Path
 
+import pytest
 import yaml
 from deployments import ROOT, Site
 
 
-def test_three_real_stages_boot_answer_and_leave_nothing(tmp_path: Path, tiny_checkpoint: Path) -> None:
+def test_three_real_stages_boot_answer_and_leave_nothing(
+    tmp_path: Path, tiny_checkpoint: Path, request: pytest.FixtureRequest
+) -> None:
     shipped = yaml.safe_load((ROOT / "configs" / "qwen3-omni-tiny.yaml").read_text())
     (tmp_path / "current").symlink_to(tiny_checkpoint)
     own = {
@@ -23,6 +26,8 @@ def test_three_real_stages_boot_answer_and_leave_nothing(tmp_path: Path, tiny_ch
     site = Site(tmp_path, shipped["stages"], {**shipped, **own})
     config = str(site.write())
     plan = json.loads(site.run("plan", config, "--explain", "--json").stdout)
+    # Also where something below is not as it should be.
+    request.addfinalizer(lambda: site.run("down", config, "--now"))
     up = site.run("up", config, "--detach", "--wait")
     assert up.code == 0, up.stderr
 
