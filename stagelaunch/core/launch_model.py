@@ -309,13 +309,6 @@ class LaunchState:
             return None
         return budget.next_at_s(self.restarts.get(stage_id, ()), now_s)
 
-    def is_out_of_restarts(self, stage_id: int, now_s: float) -> bool:
-        """A failure of this booted stage stops all only because it was started again so often."""
-        budget = self.policy.restarts
-        return (
-            budget is not None and self.was_ready and budget.next_at_s(self.restarts.get(stage_id, ()), now_s) is None
-        )
-
     @property
     def is_finished(self) -> bool:
         """Nothing will change any more."""

@@ -1,6 +1,6 @@
 """What the supervisor holds for each stage: its process, what is known of it, its timers, and how a failure is told.
 
-Decides nothing. Used by ``supervisor.supervisor`` only.
+Decides nothing. The supervisor's, who shows it to what it is made of and to its session.
 """
 
 from __future__ import annotations
@@ -56,6 +56,14 @@ class Stage:
         """Whether it can be expected to answer a ping now."""
         assert self.view is not None or not self.is_alive
         return self.is_alive and self.view is not None and self.view.phase not in (Phase.SPAWN, Phase.STOP)
+
+    def dump_stacks(self, answer_s: float) -> bool:
+        """Have the stacks of its threads written to its log, or those of the import to that log; False when there is
+        nobody to do it. ``answer_s``: see ``StageProcess.dump_stacks``."""
+        if self.process is None or not (self.answers or self.pid is None):
+            return False
+        self.process.dump_stacks(answer_s)
+        return True
 
     def cancel_timers(self) -> None:
         """No deadline counts any more."""
@@ -172,5 +180,4 @@ class Stages:
         """Every stage writes the stacks of its threads to its log, and goes on; while libraries are imported for it,
         those of the import to that log."""
         for stage in self:
-            if stage.process is not None and (stage.answers or stage.pid is None):
-                stage.process.dump_stacks(STACKS_ANSWER_S)
+            stage.dump_stacks(STACKS_ANSWER_S)

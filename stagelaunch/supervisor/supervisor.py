@@ -230,7 +230,7 @@ class Supervisor:
                 stage = self.stages[first.stage_id]
                 if first.is_final:
                     self._say_of(stage, FINAL_TEXT)
-                elif before.is_out_of_restarts(first.stage_id, first.at_s):
+                elif before.restart_at(first.stage_id, first.at_s) is None:
                     self._say_of(stage, used_up_text(allowed))
         if now.mode is launch.Mode.STOPPING and before.mode is not launch.Mode.STOPPING:
             self._hooks.on_event(News(EventKind.STOPPING, more={"reason": stop_text(now)}))

@@ -74,10 +74,7 @@ class Watch:
 
     def _is_late(self, stage: Stage, due: Due) -> None:
         """It has failed; before that is told, its stacks are asked for: they show where it hangs."""
-        wait_s = 0.0
-        if stage.process is not None and (stage.answers or stage.pid is None):
-            stage.process.dump_stacks(ANSWER_S)
-            wait_s = STACKS_S
+        wait_s = STACKS_S if stage.dump_stacks(ANSWER_S) else 0.0
         stage.verdict = (self._loop.call_later(wait_s, self._is_still_late, stage), due)
 
     def _is_still_late(self, stage: Stage) -> None:
