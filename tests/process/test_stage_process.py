@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
+from deployments import TIMEOUT_S
 from test_forkserver import stage_run
 
 from stagelaunch.core import messages as m
@@ -18,7 +18,13 @@ from stagelaunch.supervisor.forkserver import Forked
 from stagelaunch.supervisor.stage_process import Listener, StageProcess
 
 ANSWER_S = 0.02
-BLOCKS_QUIT = "import signal; signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGQUIT]); print(); input()"
+TELLS_EACH_QUIT = """
+import signal
+signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGQUIT])
+print("begins", flush=True)
+while signal.sigwait([signal.SIGQUIT]):
+    print("quit", flush=True)
+"""
 
 
 class NoForkserver:
@@ -31,22 +37,16 @@ class NoForkserver:
 
 
 @pytest.fixture
-def deaf() -> Iterator[subprocess.Popen[bytes]]:
-    """A process in which SIGQUIT stays pending."""
-    with subprocess.Popen([sys.executable, "-c", BLOCKS_QUIT], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
+def signalled() -> Iterator[subprocess.Popen[bytes]]:
+    """A process that tells of each SIGQUIT that it gets."""
+    with subprocess.Popen([sys.executable, "-c", TELLS_EACH_QUIT], stdout=subprocess.PIPE) as child:
         assert child.stdout is not None
         child.stdout.readline()
         yield child
         child.kill()
 
 
-def has_pending_quit(pid: int) -> bool:
-    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-    pending = next(int(line.split()[1], 16) for line in lines if line.startswith("ShdPnd"))
-    return bool(pending >> (signal.SIGQUIT - 1) & 1)
-
-
-def test_stacks_are_asked_for_by_a_signal_only_if_the_stage_does_not_answer(deaf: subprocess.Popen[bytes]) -> None:
+def test_stacks_are_asked_for_by_a_signal_only_if_the_stage_does_not_answer(signalled: subprocess.Popen[bytes]) -> None:
     async def scenario() -> None:
         heard: asyncio.Queue[m.Message] = asyncio.Queue()
         forkserver = NoForkserver()
@@ -54,23 +54,24 @@ def test_stacks_are_asked_for_by_a_signal_only_if_the_stage_does_not_answer(deaf
         process = StageProcess(cast(Any, forkserver), stage_run(0), Path("/run.json"), listener)
         assert forkserver.forked.channel is not None
         theirs = forkserver.forked.channel.dup()
-        forkserver.forked.on_started(deaf.pid)
+        forkserver.forked.on_started(signalled.pid)
 
         process.dump_stacks(ANSWER_S)
         assert m.decode(theirs.recv(1000)) == m.DumpStacks()
         theirs.sendall(m.encode(m.StacksDumped()) + m.encode(m.Pong(1)))
         assert await heard.get() == m.Pong(1)
-        # Timers fire in order: the signal's would have been first.
-        await asyncio.sleep(ANSWER_S * 2)
-        assert not has_pending_quit(deaf.pid)
         assert heard.empty()
+        # Nothing is left that could send a signal later.
+        assert process._quit is None
 
         process.dump_stacks(ANSWER_S)
         # Somebody who asks again, and has time, does not take it from one who has not.
         process.dump_stacks(ANSWER_S * 1000)
-        await asyncio.sleep(ANSWER_S * 2)
-        assert has_pending_quit(deaf.pid)
+        assert signalled.stdout is not None
+        assert await asyncio.wait_for(asyncio.to_thread(signalled.stdout.readline), TIMEOUT_S) == b"quit\n"
         theirs.close()
         process._end()
+        signalled.kill()
+        assert signalled.stdout.read() == b""
 
     asyncio.run(scenario())
